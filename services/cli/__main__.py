@@ -1,0 +1,16 @@
+"""Starts gemctl, the command line of the platform."""
+
+from __future__ import annotations
+
+import sys
+
+from services.cli.app import run
+
+
+def main() -> None:
+    """Runs one command and exits with its status: 0 done, 1 the platform refused, 2 wrong usage."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

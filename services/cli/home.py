@@ -1,0 +1,75 @@
+"""The folder in which one machine keeps a platform: spec, tables, store, models, traces.
+
+Knows paths. Does not know what the files hold.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from feature_store.errors import NotFound
+from feature_store.spec import Spec, load_spec
+from feature_store.tables import Tables
+
+DATASETS = Path(__file__).resolve().parents[2] / "feature_store" / "datasets"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Paths of a platform that lives in one folder."""
+
+    root: Path
+
+    @property
+    def spec_path(self) -> Path:
+        """The dataset spec."""
+        return self.root / "spec.yaml"
+
+    @property
+    def tables_root(self) -> Path:
+        """Delta Lake tables."""
+        return self.root / "tables"
+
+    @property
+    def store_url(self) -> str:
+        """The online store: one SQLite file."""
+        return f"sqlite:///{self.root / 'online.sqlite'}"
+
+    @property
+    def models_root(self) -> Path:
+        """Artefacts, models/<name>/<version>/."""
+        return self.root / "models"
+
+    @property
+    def routes_path(self) -> Path:
+        """The route table."""
+        return self.root / "routes.yaml"
+
+    @property
+    def trace_path(self) -> Path:
+        """Folder of OTLP/JSON lines, one file a service."""
+        return self.root / "traces"
+
+    def adopt(self, spec_path: Path) -> None:
+        """Makes the folder and copies the spec into it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        if spec_path.resolve() != self.spec_path.resolve():
+            shutil.copyfile(spec_path, self.spec_path)
+
+    def spec(self) -> Spec:
+        """The spec of this home.
+
+        Raises:
+            NotFound: the folder has none yet.
+        """
+        if not self.spec_path.exists():
+            raise NotFound(
+                f"{self.spec_path} does not exist; run `gemctl import` or `gemctl world` with --home {self.root} first"
+            )
+        return load_spec(self.spec_path)
+
+    def tables(self) -> Tables:
+        """The log tables of this home."""
+        return Tables(self.tables_root)
