@@ -105,17 +105,18 @@ class TranslateErrors(UnaryInterceptor):
         try:
             return behaviour(request, context)
         except GemError as error:
-            telemetry.mark_failed(trace.get_current_span(), error)
-            errors.abort(context, error)
-        except grpc.RpcError:
-            log.exception("%s let a peer's status through; calls go through the client", method)
-            errors.abort_internal(context)
+            failure: GemError | None = error
         except Exception as error:
             if cast(Any, context).code() is not None:
                 raise  # the method aborted by itself: gRPC's own signal
             log.exception("%s failed", method)
             telemetry.mark_failed(trace.get_current_span(), error)
+            failure = None
+        # Aborting outside the handlers keeps the cause, and the ids in its message, out of the trace.
+        if failure is None:
             errors.abort_internal(context)
+        telemetry.mark_failed(trace.get_current_span(), failure)
+        errors.abort(context, failure)
 
 
 class LogCalls(UnaryInterceptor):
