@@ -41,7 +41,7 @@ class SurfaceRoutes(_message.Message):
     def __init__(self, salt: _Optional[str] = ..., arms: _Optional[_Iterable[_Union[Arm, _Mapping]]] = ..., value_weights: _Optional[_Mapping[str, float]] = ..., speculation_top: _Optional[int] = ...) -> None: ...
 
 class Arm(_message.Message):
-    __slots__ = ("name", "model", "weight", "loopfm", "solaris", "shadow", "loopfm_space_id", "solaris_space_id", "solaris_dim")
+    __slots__ = ("name", "model", "weight", "loopfm", "solaris", "shadow", "loopfm_space_id", "solaris_space_id", "solaris_dim", "loopfm_dim")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class Arm(_message.Message):
     LOOPFM_SPACE_ID_FIELD_NUMBER: _ClassVar[int]
     SOLARIS_SPACE_ID_FIELD_NUMBER: _ClassVar[int]
     SOLARIS_DIM_FIELD_NUMBER: _ClassVar[int]
+    LOOPFM_DIM_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     weight: int
@@ -60,4 +61,5 @@ class Arm(_message.Message):
     loopfm_space_id: str
     solaris_space_id: str
     solaris_dim: int
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., weight: _Optional[int] = ..., loopfm: _Optional[bool] = ..., solaris: _Optional[bool] = ..., shadow: _Optional[bool] = ..., loopfm_space_id: _Optional[str] = ..., solaris_space_id: _Optional[str] = ..., solaris_dim: _Optional[int] = ...) -> None: ...
+    loopfm_dim: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., weight: _Optional[int] = ..., loopfm: _Optional[bool] = ..., solaris: _Optional[bool] = ..., shadow: _Optional[bool] = ..., loopfm_space_id: _Optional[str] = ..., solaris_space_id: _Optional[str] = ..., solaris_dim: _Optional[int] = ..., loopfm_dim: _Optional[int] = ...) -> None: ...
