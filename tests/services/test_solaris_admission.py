@@ -5,6 +5,7 @@ from collections import Counter
 from gem.solaris.v1.task_pb2 import SpeculationTask
 from hypothesis import given
 from hypothesis import strategies as st
+
 from services.solaris.admission import Claimed, plan
 
 

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from feature_store.errors import InvalidInput
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from feature_store.errors import InvalidInput
 from services.solaris import rows
 from services.solaris.rows import Mean, Pair
 
