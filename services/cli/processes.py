@@ -1,0 +1,228 @@
+"""Runs the six services as processes of this machine, and stops them together.
+
+Knows entry points, ports and environment names. Does not know what services say to each other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from feature_store.errors import NotReady
+from services.cli.home import Home
+
+READY_SECONDS = 90.0
+STOP_SECONDS = 15.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    """Where the services of one platform listen, from one base port."""
+
+    base: int = 7100
+
+    @property
+    def router(self) -> str:
+        """Clients call this."""
+        return f"127.0.0.1:{self.base}"
+
+    @property
+    def sequence(self) -> str:
+        """User state."""
+        return f"127.0.0.1:{self.base + 1}"
+
+    @property
+    def solaris(self) -> str:
+        """Pair embeddings."""
+        return f"127.0.0.1:{self.base + 2}"
+
+    @property
+    def vertical(self) -> str:
+        """Open Inference Protocol over gRPC."""
+        return f"127.0.0.1:{self.base + 3}"
+
+    @property
+    def vertical_http(self) -> int:
+        """The same over REST."""
+        return self.base + 4
+
+    def metrics(self, index: int) -> str:
+        """Where process number `index` answers /metrics."""
+        return f"127.0.0.1:{self.base + 10 + index}"
+
+
+@dataclass(slots=True)
+class Process:
+    """One service: how it starts, where it answers its health, and the running process."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    health: str | None = None
+    running: subprocess.Popen[bytes] | None = None
+
+    def start(self, log_folder: Path) -> None:
+        """Starts it; its output goes to a file of its own."""
+        log_folder.mkdir(parents=True, exist_ok=True)
+        with (log_folder / f"{self.name}.log").open("ab") as log:
+            self.running = subprocess.Popen(
+                [sys.executable, "-m", self.module, *self.arguments],
+                env={**os.environ, **self.environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """SIGKILL: what a node failure looks like."""
+        if self.running:
+            self.running.kill()
+            self.running.wait()
+
+    def dead(self) -> bool:
+        """It was started and has ended."""
+        return self.running is not None and self.running.poll() is not None
+
+
+@dataclass(slots=True)
+class Platform:
+    """The processes of one home, started in the order of their dependencies and stopped in reverse."""
+
+    home: Home
+    processes: list[Process]
+
+    def __enter__(self) -> Platform:
+        for process in self.processes:
+            process.start(self.home.root / "logs")
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def __getitem__(self, name: str) -> Process:
+        return next(process for process in self.processes if process.name == name)
+
+    def wait_until_ready(self, seconds: float = READY_SECONDS) -> None:
+        """Returns once every service with a health address is ready.
+
+        Raises:
+            NotReady: one died or took too long; says which and where its log is.
+        """
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            if process.health:
+                self._wait(process, process.health, deadline)
+
+    def stop(self) -> None:
+        """SIGTERM to all, clients' side first; SIGKILL for those that do not end in time."""
+        for process in reversed(self.processes):
+            if process.running and process.running.poll() is None:
+                process.running.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self.processes:
+            if process.running:
+                try:
+                    process.running.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+    def _wait(self, process: Process, address: str, deadline: float) -> None:
+        log = self.home.root / "logs" / f"{process.name}.log"
+        while not is_ready(address):
+            if process.dead():
+                raise NotReady(f"{process.name} ended while starting; see {log}:\n{_tail(log)}")
+            if time.monotonic() > deadline:
+                raise NotReady(f"{process.name} is not ready at {address} in time; see {log}:\n{_tail(log)}")
+            time.sleep(0.1)
+
+
+def is_ready(address: str) -> bool:
+    """Whether the stock health service at an address says SERVING to `readiness`."""
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service="readiness"), timeout=1.0)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def free_base_port(span: int = 20) -> int:
+    """A base from which `span` ports are free on loopback right now."""
+    for base in range(7100, 60000, 100):
+        if all(_is_free(base + offset) for offset in range(span)):
+            return base
+    raise NotReady(f"no {span} free ports in a row on loopback; stop something that listens")
+
+
+def platform(home: Home, ports: Ports, models: Iterable[str], *, clock: str = "wall") -> Platform:
+    """The six services over a home's folder; `models` are artefact folders as name=path."""
+    shared = {
+        "GEM_SPEC": str(home.spec_path),
+        "GEM_STORE": home.store_url,
+        "GEM_TABLES": str(home.tables_root),
+        "GEM_MODELS": str(home.models_root),
+        "GEM_ROUTES": str(home.routes_path),
+        "GEM_SEQUENCE": ports.sequence,
+        "GEM_SOLARIS": ports.solaris,
+        "GEM_VERTICALS": ports.vertical,
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def process(
+        index: int, name: str, module: str, *arguments: str, listen: str | None = None, **extra: str
+    ) -> Process:
+        own = {
+            "OTEL_SERVICE_NAME": name.partition("-")[0],
+            "GEM_TRACE_FILE": str(home.trace_path / f"{name}.jsonl"),
+            "GEM_METRICS_LISTEN": ports.metrics(index),
+            **({"GEM_LISTEN": listen} if listen else {}),
+            **extra,
+        }
+        return Process(name, module, arguments, {**shared, **own}, listen)
+
+    home.trace_path.mkdir(parents=True, exist_ok=True)
+    return Platform(
+        home,
+        [
+            process(0, "sequence", "services.sequence", listen=ports.sequence),
+            process(1, "solaris", "services.solaris", listen=ports.solaris),
+            process(
+                2,
+                "vertical",
+                "services.vertical",
+                listen=ports.vertical,
+                GEM_MODELS=",".join(models),
+                GEM_HTTP_PORT=str(ports.vertical_http),
+            ),
+            process(3, "router", "services.router", listen=ports.router),
+            process(4, "solaris-worker", "services.solaris.worker", GEM_CLOCK=clock),
+            process(5, "router-sink", "services.router.sink"),
+        ],
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _tail(path: Path, lines: int = 15) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
