@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -79,6 +80,7 @@ class VerticalServer(ModelServer):  # type: ignore[misc]  # kserve is untyped
         self.dataplane = ReadyDataPlane(model_registry=self.registered_models)
         self.model_repository_extension = FixedRepository(model_registry=self.registered_models)
         self._stopping = asyncio.Event()
+        self._listening = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -99,6 +101,10 @@ class VerticalServer(ModelServer):  # type: ignore[misc]  # kserve is untyped
         """Begin to stop; safe from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def wait_listening(self, seconds: float) -> bool:
+        """Wait, from another thread, until requests can be sent; ready or not."""
+        return self._listening.wait(seconds)
 
     async def serve(self, models: Sequence[Vertical], *, signals: bool = False) -> None:
         """The whole life of the server on the running loop.
@@ -143,6 +149,7 @@ class VerticalServer(ModelServer):  # type: ignore[misc]  # kserve is untyped
         if tasks[0].done():
             listening.cancel()
             tasks[0].result()
+        self._listening.set()
         await self._load(models)
         await self._grpc_server.set_ready(await self.dataplane.ready())
         log.info("listening on port %d", self.port)
