@@ -14,10 +14,12 @@ from kserve import InferInput
 from kserve.utils.numpy_codec import from_np_dtype
 
 from feature_store.batch import DEFAULT_LEVEL, FIELDS, Array, FeatureBatch, Field, from_tensors
-from feature_store.errors import InvalidInput, ResourceExhausted
+from feature_store.errors import FailedPrecondition, InvalidInput, ResourceExhausted
 
 PROBABILITY_PREFIX = "p_"
 FALLBACK = "fallback"
+SPEC_HASH, LOOPFM_SPACE, SOLARIS_SPACE = "spec_hash", "loopfm_space_id", "solaris_space_id"
+"""Names of the stamps among a request's parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,21 @@ class Contract:
     """In the order of the model's outputs."""
     max_candidates: int
     """Ads of one request."""
+    stamps: Mapping[str, str]
+    """What a request may state of the tensors it carries, in hex: hash of the spec, coordinate systems."""
+
+    def check_stamps(self, stated: Mapping[str, str]) -> None:
+        """Refuse tensors that were made for another spec or in another coordinate system.
+
+        Raises:
+            FailedPrecondition: a stamp is stated and differs.
+        """
+        for name, value in self.stamps.items():
+            if name in stated and stated[name] != value:
+                raise FailedPrecondition(
+                    f"the request states {name} {stated[name]!r}, the model was built for {value!r}; "
+                    "reload the route table"
+                )
 
     def decode(self, inputs: Sequence[InferInput]) -> FeatureBatch:
         """The batch of one request from the tensors of a message.

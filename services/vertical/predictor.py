@@ -145,6 +145,7 @@ class Vertical(Model):  # type: ignore[misc]  # kserve is untyped
             NotReady: the model is not loaded.
             NotFound: another version of the model was asked for.
             InvalidInput: a tensor or a requested output breaks the contract.
+            FailedPrecondition: the tensors were made for another spec or in another space.
             ResourceExhausted: too many candidates, or too many requests in flight.
         """
         scorer = self.require()
@@ -157,6 +158,7 @@ class Vertical(Model):  # type: ignore[misc]  # kserve is untyped
                 f"model {self.name!r} has version {scorer.version!r}, not {payload.model_version!r}; leave it empty"
             )
         with _server_span(self.name, scorer.version, headers or {}) as current:
+            scorer.contract.check_stamps(_stated(payload))
             batch = scorer.contract.decode(payload.inputs)
             current.set_attribute("gem.candidates", batch.num_candidates)
             scores = await self._score(scorer, batch)
@@ -202,6 +204,15 @@ def _server_span(model: str, version: str, headers: Mapping[str, str]) -> Iterat
             yield opened
     finally:
         detach(token)
+
+
+def _stated(request: InferRequest) -> dict[str, str]:
+    """Text parameters of a request, over either transport."""
+    parameters = request.parameters or {}
+    return {
+        name: value if isinstance(value, str) else getattr(value, "string_param", "")
+        for name, value in parameters.items()
+    }
 
 
 def _response(request: InferRequest, name: str, version: str, scores: Scores) -> InferResponse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import urllib.error
@@ -11,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-import json
 from typing import Any
 
 import grpc
@@ -25,8 +25,6 @@ from hypothesis import strategies as st
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as oip
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 from kserve.utils.numpy_codec import from_np_dtype, to_np_dtype
-from opentelemetry import propagate
-from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 
 from feature_store.batch import FIELDS, Array, FeatureBatch
@@ -66,6 +64,7 @@ class Formula:
         return Contract(
             widths=WIDTHS, ranges=RANGES, unread=self.unread,
             objectives=("click", "buy"), max_candidates=1_000,
+            stamps={"spec_hash": "aa", "solaris_space_id": "5c"},
         )  # fmt: skip
 
     def score(self, batch: FeatureBatch) -> Scores:
@@ -100,6 +99,16 @@ def serving(models: dict[str, Callable[[], Scorer]], **settings: Any) -> Iterato
         pool.shutdown()
 
 
+class Unfinished(Formula):
+    def score(self, batch: FeatureBatch) -> Scores:
+        raise NotImplementedError("no kernel for this host")
+
+
+class Buggy(Formula):
+    def score(self, batch: FeatureBatch) -> Scores:
+        raise KeyError("secret")
+
+
 @pytest.fixture(scope="module")
 def slow_gate() -> threading.Event:
     return threading.Event()
@@ -129,11 +138,13 @@ def server(slow_gate: threading.Event) -> Iterator[tuple[str, str]]:
         "lean": lambda: Formula(unread=frozenset(n for n in FIELDS if n.startswith(("pair_", "memory_")))),
         "slow": slow,
         "broken": corrupt,
+        "unfinished": Unfinished,
+        "buggy": Buggy,
     }  # fmt: skip
     with serving(models, http_listen=rest) as live:
         address = f"127.0.0.1:{live.port}"
-        _wait_until_loaded(address, "feed")
-        _wait_until_loaded(address, "lean")
+        for name in ("feed", "lean", "unfinished", "buggy"):
+            _wait_until_loaded(address, name)
         yield address, f"http://{rest}"
         slow_gate.set()
 
@@ -157,9 +168,7 @@ def stub(server: tuple[str, str]) -> Iterator[GRPCInferenceServiceStub]:
 def tensors(n: int = 3, events: int = 2, memory: int = 1) -> dict[str, Array]:
     sizes = {"request": 1, "candidate": n, "event": events, "memory": memory}
     values: dict[str, Array] = {
-        name: np.zeros(
-            (sizes[f.axis],) + ((WIDTHS[name],) if f.ndim == 2 else ()), dtype=f.dtype
-        )
+        name: np.zeros((sizes[f.axis],) + ((WIDTHS[name],) if f.ndim == 2 else ()), dtype=f.dtype)
         for name, f in FIELDS.items()
     }
     values["ad_dense"][:, 0] = np.linspace(-2, 2, n)
@@ -337,18 +346,47 @@ def test_a_refused_artefact_says_why_and_leaves_the_others_serving(
     assert len(outputs(stub.ModelInfer(message(tensors()), timeout=10))["p_click"]) == 3
 
 
+def test_what_is_not_implemented_says_so_and_a_bug_says_nothing(
+    stub: GRPCInferenceServiceStub,
+) -> None:
+    """KServe's own interceptor fails on the first, too."""
+    code, text, reason = refusal(
+        lambda: stub.ModelInfer(message(tensors(), "unfinished"), timeout=10)
+    )
+    assert (code, reason, text) == ("UNIMPLEMENTED", "UNIMPLEMENTED", "no kernel for this host")
+    with pytest.raises(grpc.RpcError) as failed:
+        stub.ModelInfer(message(tensors(), "buggy"), timeout=10)
+    assert failed.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in failed.value.details()
+
+
+def test_tensors_of_another_spec_or_space_are_refused(stub: GRPCInferenceServiceStub) -> None:
+    request = message(tensors())
+    request.parameters["spec_hash"].string_param = "aa"
+    stub.ModelInfer(request, timeout=10)
+    request.parameters["solaris_space_id"].string_param = "00"
+    code, text, _ = refusal(lambda: stub.ModelInfer(request, timeout=10))
+    assert code == "FAILED_PRECONDITION"
+    assert "solaris_space_id '00'" in text
+
+
 def test_an_unknown_model_or_version_is_not_found(stub: GRPCInferenceServiceStub) -> None:
     code, text, _ = refusal(lambda: stub.ModelInfer(message(tensors(), "xyz"), timeout=10))
     assert code == "NOT_FOUND"
     assert "feed" in text
     old = message(tensors(), model_version="6")
     assert refusal(lambda: stub.ModelInfer(old, timeout=10))[0] == "NOT_FOUND"
-    assert refusal(lambda: stub.ModelReady(oip.ModelReadyRequest(name="xyz"), timeout=10))[0] == "NOT_FOUND"
+    assert (
+        refusal(lambda: stub.ModelReady(oip.ModelReadyRequest(name="xyz"), timeout=10))[0]
+        == "NOT_FOUND"
+    )
 
 
 def test_clients_cannot_unload_a_model(stub: GRPCInferenceServiceStub) -> None:
     request = oip.RepositoryModelUnloadRequest(model_name="feed")
-    assert refusal(lambda: stub.RepositoryModelUnload(request, timeout=10))[0] == "FAILED_PRECONDITION"
+    assert (
+        refusal(lambda: stub.RepositoryModelUnload(request, timeout=10))[0] == "FAILED_PRECONDITION"
+    )
     assert stub.ModelReady(oip.ModelReadyRequest(name="feed"), timeout=10).ready
 
 
@@ -382,7 +420,9 @@ def test_channels_a_model_does_not_read_may_be_left_out(stub: GRPCInferenceServi
     assert len(outputs(stub.ModelInfer(message(wide, "lean"), timeout=10))["p_click"]) == 3
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     name=st.sampled_from(sorted(FIELDS)),
     shape=st.lists(st.integers(-3, 5), max_size=3),
@@ -481,3 +521,81 @@ def test_rest_has_the_same_refusals(server: tuple[str, str]) -> None:
     assert rest(f"{url}/v2/health/live")[0] == 200
     assert rest(f"{url}/v2/health/ready")[0] == 503
     assert rest(f"{url}/v2/models/feed/ready")[0] == 200
+
+
+@dataclass
+class Held(Formula):
+    """Scores when it is let go."""
+
+    entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def score(self, batch: FeatureBatch) -> Scores:
+        self.entered.release()
+        assert self.gate.wait(20)
+        return super().score(batch)
+
+
+def test_requests_beyond_the_limit_are_shed_at_once_and_the_others_answered() -> None:
+    held = Held()
+    with serving({"feed": lambda: held}) as live:
+        address = f"127.0.0.1:{live.port}"
+        _wait_until_loaded(address, "feed")
+        with grpc.insecure_channel(address) as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            taken = [stub.ModelInfer.future(message(tensors()), timeout=20) for _ in range(4)]
+            for _ in range(2):
+                held.entered.acquire()
+            code, text, _ = _until_refused(stub)
+            held.gate.set()
+            assert (code, "4 requests in flight" in text) == ("RESOURCE_EXHAUSTED", True)
+            assert all(len(outputs(call.result())["p_click"]) == 3 for call in taken)
+
+
+def _until_refused(stub: GRPCInferenceServiceStub) -> tuple[str, str, str]:
+    """The four may still be on their way in; a call that is taken as well is given up."""
+    for _ in range(50):
+        try:
+            stub.ModelInfer(message(tensors()), timeout=0.05)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                return refusal(lambda: stub.ModelInfer(message(tensors()), timeout=5))
+    raise AssertionError("nothing was ever shed")
+
+
+def test_a_stop_answers_what_was_taken_and_says_not_serving_first() -> None:
+    held = Held()
+    with serving({"feed": lambda: held}) as live:
+        address = f"127.0.0.1:{live.port}"
+        _wait_until_loaded(address, "feed")
+        with grpc.insecure_channel(address) as channel:
+            watched = health_pb2_grpc.HealthStub(channel).Watch(
+                health_pb2.HealthCheckRequest(service="readiness"), timeout=20
+            )
+            assert _next_status(watched, until=1) == 1
+            taken = GRPCInferenceServiceStub(channel).ModelInfer.future(
+                message(tensors()), timeout=20
+            )
+            held.entered.acquire()
+            live.stop()
+            assert _next_status(watched, until=2) == 2
+            held.gate.set()
+            assert len(outputs(taken.result())["p_click"]) == 3
+
+
+def _next_status(watched: Any, *, until: int) -> int:
+    for update in watched:
+        if update.status == until:
+            return until
+    raise AssertionError(f"the watch ended before {until}")
+
+
+def test_a_server_none_of_whose_models_loads_ends_with_the_reason() -> None:
+    registry = CollectorRegistry()
+    server = VerticalServer(
+        VerticalServerSettings(
+            grpc=GrpcSettings(listen="127.0.0.1:0"), call_metrics=CallMetrics(registry)
+        )
+    )
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CorruptArtefact, match="digest"):
+        place = Workplace(pool=pool, metrics=ScoringMetrics(registry))
+        asyncio.run(server.serve([Vertical("broken", corrupt, place)]))
