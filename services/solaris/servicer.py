@@ -5,12 +5,10 @@ Knows requests, deadlines and what to answer when the store does not. Does not k
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import grpc
 from feature_store.wire import pack_tensor
@@ -23,6 +21,7 @@ from services.runtime.deadline import budget
 from services.runtime.limits import Limits
 from services.runtime.telemetry import in_context, span
 from services.solaris.aftermath import Aftermath, FinishedRead, Tasks
+from services.solaris.keys import Keys
 from services.solaris.ledger import CANDIDATES, READS, REFUSED, Ledger
 from services.solaris.lifetimes import Level
 from services.solaris.reader import PairRead, PairReader, nothing
@@ -43,13 +42,6 @@ class ReadPolicy:
     def __post_init__(self) -> None:
         if self.read_seconds <= 0:
             raise ValueError(f"read_seconds is {self.read_seconds}; it must be positive")
-
-
-class Keys(NamedTuple):
-    """How ids of the public contract become keys."""
-
-    user: Callable[[str], int]
-    ad: Callable[[str], int]
 
 
 class SolarisServicer(solaris_service_pb2_grpc.SolarisServiceServicer):
@@ -179,8 +171,3 @@ class SolarisServicer(solaris_service_pb2_grpc.SolarisServiceServicer):
         for level, count in zip(Level, read.level_counts, strict=True):
             self._ledger.add(CANDIDATES, level.name.lower(), count)
         self._ledger.add_all(REFUSED, read.refused._asdict())
-
-
-def now_ms() -> int:
-    """Milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000

@@ -435,10 +435,9 @@ def test_any_tensor_at_all_is_answered_or_refused_and_the_server_lives(
     request = message(without(name))
     request.inputs.add(name=name, datatype=datatype, shape=shape)
     request.raw_input_contents.append(data)
-    try:
-        stub.ModelInfer(request, timeout=10)
-    except grpc.RpcError as error:
-        assert error.code().name == "INVALID_ARGUMENT", error
+    answer = stub.ModelInfer.future(request, timeout=10)
+    answer.exception()
+    assert answer.code().name in ("OK", "INVALID_ARGUMENT"), answer.details()
     assert stub.ServerLive(oip.ServerLiveRequest(), timeout=10).live
 
 
@@ -596,6 +595,8 @@ def test_a_server_none_of_whose_models_loads_ends_with_the_reason() -> None:
             grpc=GrpcSettings(listen="127.0.0.1:0"), call_metrics=CallMetrics(registry)
         )
     )
-    with ThreadPoolExecutor(1) as pool, pytest.raises(CorruptArtefact, match="digest"):
+    with ThreadPoolExecutor(1) as pool:
         place = Workplace(pool=pool, metrics=ScoringMetrics(registry))
-        asyncio.run(server.serve([Vertical("broken", corrupt, place)]))
+        broken = Vertical("broken", corrupt, place)
+        with pytest.raises(CorruptArtefact, match="digest"):
+            asyncio.run(server.serve([broken]))

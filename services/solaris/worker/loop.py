@@ -25,10 +25,10 @@ from feature_store.errors import GemError, InvalidInput, NotFound
 from services.runtime.telemetry import link_to, span
 from services.solaris import admission
 from services.solaris.admission import Claimed
+from services.solaris.keys import Keys
 from services.solaris.ledger import DROPPED, WORKED, WRITTEN_IN, Ledger
 from services.solaris.lifetimes import status_key
 from services.solaris.rows import NO_SURFACE, Pair, quantize
-from services.solaris.servicer import Keys
 from services.solaris.worker.batching import concatenate
 from services.solaris.worker.clock import Clock
 from services.solaris.writer import NewPair, PairWriter, WideRowStore
