@@ -42,7 +42,9 @@ class Limits:
         self.check_count(len(ad_ids), limit=self.max_candidates, what="candidates")
         if len(set(ad_ids)) != len(ad_ids):
             twice = next(ad for ad, count in Counter(ad_ids).items() if count > 1)
-            raise InvalidInput(f"ad {twice!r} is a candidate more than once; send each ad once")
+            raise InvalidInput(
+                f"ad {twice!r} is a candidate more than once; send each ad once", ad=twice
+            )
         for ad_id in ad_ids:
             self.check_id(ad_id, what="ad id")
 
@@ -54,7 +56,9 @@ class Limits:
         """
         if count > limit:
             raise ResourceExhausted(
-                f"{count} {what} exceed the limit of {limit}; send several requests"
+                f"{count} {what} exceed the limit of {limit}; send several requests",
+                count=count,
+                limit=limit,
             )
 
     def check_id(self, text: str, *, what: str) -> None:

@@ -148,6 +148,11 @@ def span(
             raise
 
 
+def describe(**attributes: Attribute) -> None:
+    """Write attributes on the current span."""
+    trace.get_current_span().set_attributes(attributes)
+
+
 def mark_failed(current: Span, error: BaseException) -> None:
     """Write what went wrong on a span: a stable reason, never a message that may hold an id."""
     reason = error.reason if isinstance(error, GemError) else type(error).__name__
