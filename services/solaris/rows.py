@@ -223,10 +223,7 @@ def _first(pair: Pair, values: npt.NDArray[np.float32]) -> Mean:
 
 def _stamped(dtype: np.dtype[np.void], number: int, source: Pair | Mean) -> npt.NDArray[np.void]:
     row = np.zeros((), dtype=dtype)
-    row["format"], row["dim"] = (
-        number,
-        dtype.fields["vector" if number == PAIR_FORMAT else "mean"][0].shape[0],
-    )  # type: ignore[index]  # a structured dtype has fields
+    row["format"], row["dim"] = number, row["vector" if number == PAIR_FORMAT else "mean"].size
     row["space"] = np.void(source.space_id)
     row["version"] = source.model_version.encode()
     row["computed_ms"], row["available_ms"] = source.computed_ms, source.available_ms

@@ -11,11 +11,12 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 import grpc
-from feature_store.wire import pack_tensor
 from gem.solaris.v1 import solaris_service_pb2 as messages
 from gem.solaris.v1 import solaris_service_pb2_grpc
+from opentelemetry import trace
 
 from feature_store.errors import GemError, InvalidInput
+from feature_store.wire import pack_tensor
 from services.runtime import telemetry
 from services.runtime.deadline import budget
 from services.runtime.limits import Limits
@@ -154,13 +155,13 @@ class SolarisServicer(solaris_service_pb2_grpc.SolarisServiceServicer):
             self._ledger.add(READS, "late")
         except (GemError, OSError) as error:
             self._ledger.add(READS, "failed")
-            telemetry.mark_failed(telemetry.trace.get_current_span(), error)
+            telemetry.mark_failed(trace.get_current_span(), error)
         return empty, True
 
     def _read_store(
         self, request: messages.ReadPairsRequest, user_key: int, ad_keys: list[int]
     ) -> PairRead:
-        with span("solaris.read", **{"gem.candidates": len(ad_keys)}):
+        with span("solaris.read"):
             return self._reader.read(
                 user_key, ad_keys, self._groups(ad_keys),
                 as_of_ms=request.as_of_ms, space_id=request.space_id, dim=request.dim,

@@ -123,7 +123,7 @@ class InferenceServer(GRPCServer):  # type: ignore[misc]  # kserve is untyped
         ]
 
 
-class TranslateErrors(aio.ServerInterceptor):  # type: ignore[misc]  # typed against the sync context
+class TranslateErrors(aio.ServerInterceptor):
     """Times each call and ends a failed one with the status of its domain error."""
 
     def __init__(self, call_metrics: CallMetrics) -> None:

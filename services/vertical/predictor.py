@@ -179,10 +179,7 @@ class Vertical(Model):  # type: ignore[misc]  # kserve is untyped
 
     def _timed(self, scorer: Scorer, batch: FeatureBatch) -> Scores:
         metrics = self._workplace.metrics
-        with (
-            span("vertical.score", **{"gem.model": self.name}),
-            metrics.seconds.labels(self.name).time(),
-        ):
+        with span("vertical.score"), metrics.seconds.labels(self.name).time():
             scores = scorer.score(batch)
         metrics.candidates.labels(self.name).inc(batch.num_candidates)
         metrics.fallbacks.labels(self.name).inc(int(scores.fallback_N.sum()))
@@ -200,7 +197,8 @@ def _server_span(model: str, version: str, headers: Mapping[str, str]) -> Iterat
         return
     token = attach(propagate.extract(headers))
     try:
-        with span("vertical.infer", kind=SpanKind.SERVER, **attributes) as opened:
+        with span("vertical.infer", kind=SpanKind.SERVER) as opened:
+            opened.set_attributes(attributes)
             yield opened
     finally:
         detach(token)

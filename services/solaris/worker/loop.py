@@ -208,12 +208,12 @@ class Worker:
     def _compute(self, work: list[Claimed]) -> list[str]:
         """Acknowledged entries."""
         links = [link for c in work[:MAX_LINKS] for link in link_to(c.task.traceparent)]
-        with span("solaris.turn", root=True, links=links, **{"gem.tasks": len(work)}) as current:
+        with span("solaris.turn", root=True, links=links) as current:
             jobs, idle = self._jobs(work)
             states = self._states.read([(job.claimed.task, job.computed_ms) for job in jobs])
             ready, refused = self._sorted_out(jobs, states)
             pairs = self._pairs(ready)
-            current.set_attribute("gem.pairs", len(pairs))
+            current.set_attributes({"gem.tasks": len(work), "gem.pairs": len(pairs)})
             self._write(pairs)
             done = idle + refused + [job.claimed.entry_id for job, _ in ready]
             self._acknowledge(done)
@@ -279,10 +279,10 @@ class Worker:
     def _pairs(self, ready: list[tuple[Job, State]]) -> list[NewPair]:
         if not ready:
             return []
-        with span("solaris.forward", **{"gem.requests": len(ready)}):
+        with span("solaris.forward"):
             vectors_ND = self._embedder.embed(concatenate([state.batch for _, state in ready]))
         self._ledger.add_all(WORKED, {"forwards": 1, "tasks": len(ready), "pairs": len(vectors_ND)})
-        finite_N = np.isfinite(vectors_ND).all(axis=1)
+        finite_N = np.asarray(np.isfinite(vectors_ND).all(axis=1))
         self._ledger.add(DROPPED, "not_finite", int((~finite_N).sum()))
         steps_ND, scales_N = quantize(
             np.where(finite_N[:, None], vectors_ND, 0.0).astype(np.float32)
@@ -314,7 +314,7 @@ class Worker:
     def _write(self, pairs: list[NewPair]) -> None:
         if not pairs:
             return
-        with span("solaris.write", **{"gem.pairs": len(pairs)}):
+        with span("solaris.write"):
             self._changes.append(pairs)
             written = self._writer.write(pairs)
         self._ledger.add(WORKED, "written", written)
