@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from feature_store.wire import pack_tensor
 from gem.common.v1.tensor_pb2 import Tensor
 
 from feature_store.batch import DEFAULT_LEVEL, FIELDS, Array
 from feature_store.ids import ABSENT
 from feature_store.layout import Column, Layout
+from feature_store.wire import pack_tensor
 from services.router.asked import Asked
 
 Tensors = Mapping[str, Tensor]

@@ -109,7 +109,7 @@ class Afterwards:
     def _log(self, batch: Sequence[Aftermath]) -> None:
         tasks = [each.task.SerializeToString() for each in batch if each.task is not None]
         links = [link for each in batch for link in telemetry.link_to(each.traceparent)]
-        with telemetry.span("router.log", root=True, links=links, **{"gem.answers": len(batch)}):
+        with telemetry.span("router.log", root=True, links=links, answers=len(batch)):
             self._append(SERVED, [each.served.SerializeToString() for each in batch])
             self._append(SPECULATION, tasks)
 
@@ -132,9 +132,7 @@ class Afterwards:
         for each in batch:
             for arm in each.shadows:
                 links = telemetry.link_to(each.traceparent)
-                with telemetry.span(
-                    "router.shadow", root=True, links=links, **{"gem.arm": arm.name}
-                ):
+                with telemetry.span("router.shadow", root=True, links=links, arm=arm.name):
                     self._shadow(each, arm)
 
     def _shadow(self, each: Aftermath, arm: Arm) -> None:

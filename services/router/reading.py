@@ -13,7 +13,6 @@ from typing import NamedTuple
 import grpc
 import numpy as np
 import numpy.typing as npt
-from feature_store.wire import unpack_tensor
 from gem.router.v1.route_table_pb2 import Arm
 from gem.router.v1.router_service_pb2 import DegradedInput
 from gem.sequence.v1.sequence_service_pb2 import GetUserStateRequest, GetUserStateResponse
@@ -22,6 +21,7 @@ from gem.solaris.v1.solaris_service_pb2 import ReadPairsRequest, ReadPairsRespon
 from gem.solaris.v1.solaris_service_pb2_grpc import SolarisServiceStub
 
 from feature_store.errors import FailedPrecondition, GemError, InvalidInput
+from feature_store.wire import unpack_tensor
 from services.router import absent
 from services.router.absent import Absent, Tensors
 from services.router.asked import Asked

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
-from feature_store.wire import pack_tensor
 from gem.router.v1 import router_service_pb2 as wire
 from gem.router.v1 import router_service_pb2_grpc
 from gem.router.v1.route_table_pb2 import Arm, RouteTable, SurfaceRoutes
@@ -20,6 +19,7 @@ from gem.solaris.v1.task_pb2 import SpeculationTask
 
 from feature_store.ids import key_of
 from feature_store.spec import Spec
+from feature_store.wire import pack_tensor
 from services.router import asked as edge
 from services.router import policy
 from services.router.afterwards import Aftermath, Afterwards
@@ -265,13 +265,11 @@ def speculation_task(
 
 def _describe(asked: Asked, route: Route) -> None:
     telemetry.describe(
-        **{
-            "gem.request_id": asked.request_id,
-            "gem.surface": asked.surface,
-            "gem.arm": route.arm.name,
-            "gem.candidates": len(asked.ad_ids),
-            "gem.user": telemetry.hashed(asked.user_id),
-        }
+        request_id=asked.request_id,
+        surface=asked.surface,
+        arm=route.arm.name,
+        candidates=len(asked.ad_ids),
+        user=telemetry.hashed(asked.user_id),
     )
 
 

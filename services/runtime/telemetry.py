@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,6 +128,7 @@ def span(
 ) -> Iterator[Span]:
     """A step of the current trace, or with `root` the first of a new one.
 
+    An attribute `surface` is written as `gem.surface`; a name with a dot is written as it is.
     An error of the domain is written to the span by its reason, any other by its type; both go on.
     """
     tracer = trace.get_tracer("gem")
@@ -137,7 +138,7 @@ def span(
         context=context,
         kind=kind,
         links=links,
-        attributes=attributes,
+        attributes=_named(attributes),
         record_exception=False,
         set_status_on_exception=False,
     ) as current:
@@ -149,8 +150,12 @@ def span(
 
 
 def describe(**attributes: Attribute) -> None:
-    """Write attributes on the current span."""
-    trace.get_current_span().set_attributes(attributes)
+    """Write attributes on the current span, named as `span` names them."""
+    trace.get_current_span().set_attributes(_named(attributes))
+
+
+def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    return {name if "." in name else f"gem.{name}": value for name, value in attributes.items()}
 
 
 def mark_failed(current: Span, error: BaseException) -> None:
@@ -181,7 +186,7 @@ def link_to(traceparent_header: str, **attributes: Attribute) -> tuple[Link, ...
     """A link to the span that a message came from; none if the header is empty or malformed."""
     context = TraceContextTextMapPropagator().extract({"traceparent": traceparent_header})
     origin = trace.get_current_span(context).get_span_context()
-    return (Link(origin, attributes),) if origin.is_valid else ()
+    return (Link(origin, _named(attributes)),) if origin.is_valid else ()
 
 
 def trace_id() -> str:
