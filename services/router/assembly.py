@@ -69,31 +69,27 @@ def build(
 def _ranker(
     settings: RouterSettings, spec: Spec, call_metrics: CallMetrics, resources: ExitStack
 ) -> Ranker:
-    def channel(
-        target: str, *, health: bool = True, idempotent: Sequence[str] = ()
-    ) -> grpc.Channel:
+    def channel(target: str, *idempotent: str) -> grpc.Channel:
         opened = client.connect(
             target,
             limits=settings.server.limits,
             tls=settings.server.tls,
             call_metrics=call_metrics,
-            health=health,
             idempotent=idempotent,
         )
         resources.callback(opened.close)
         return opened
 
     verticals = {
-        # KServe's server does not speak the health protocol; asking a model twice changes nothing.
-        model: channel(target, health=False, idempotent=[MODEL_INFER])
+        model: channel(target, MODEL_INFER)
         for model, target in targets_by_model(settings.verticals).items()
     }
     return Ranker(
         spec=spec,
         chains=policy.chains({each.name: each.parent for each in spec.message.objectives}),
         reader=connect_reader(
-            channel(settings.sequence, idempotent=reading.IDEMPOTENT),
-            channel(settings.solaris, idempotent=reading.IDEMPOTENT),
+            channel(settings.sequence, *reading.IDEMPOTENT),
+            channel(settings.solaris, *reading.IDEMPOTENT),
             absent=Absent(Layout(spec), spec.surfaces),
             spec_hash=spec.hash,
         ),

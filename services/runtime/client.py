@@ -92,8 +92,8 @@ def connect(
         limits: bounds of a message, either way.
         idempotent: full method names such as /gem.sequence.v1.SequenceService/GetUserState that are tried again, at
             most twice, when a server was unavailable.
-        health: leave out servers that say they are not ready, as a draining one does. Off for servers that do not speak
-            the health protocol.
+        health: leave out servers that say they are not ready, as a draining one does; a server that does not speak the
+            health protocol counts as ready.
         tls: certificate files; None for plain text.
         call_metrics: where to time the calls.
         tracer_provider: None for the process's own.

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from feature_store.streams import open_stream
 from gem.router.v1 import router_service_pb2 as wire
 from gem.router.v1 import router_service_pb2_grpc
 from gem.router.v1.router_service_pb2 import DegradedInput
@@ -27,7 +28,6 @@ from feature_store.errors import (
     UnknownSurface,
 )
 from feature_store.ids import ABSENT, key_of
-from feature_store.streams import open_stream
 from feature_store.wire import unpack_tensor
 from services.router import policy
 from services.router.assembly import build
@@ -233,9 +233,9 @@ def test_a_malformed_request_is_refused_by_what_is_wrong_with_it(router: Router)
         client.call(router.stub.Rank, wire.RankRequest(surface="feed"), timeout=5.0)
     with pytest.raises(InvalidInput, match="request_ms is -1"):
         router.rank(["1"], request_ms=-1)
+    request = wire.RankRequest(surface="feed", user_id="u")
+    request.candidates.add(ad_id="1", bid=-2)
     with pytest.raises(InvalidInput, match="bid of ad '1' is -2"):
-        request = wire.RankRequest(surface="feed", user_id="u")
-        request.candidates.add(ad_id="1", bid=-2)
         client.call(router.stub.Rank, request, timeout=5.0)
     assert router.peers.state_requests == []
 
