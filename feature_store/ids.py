@@ -9,6 +9,7 @@ never through a float. One int64 is not a legal id: `ABSENT`, which stands for "
 from __future__ import annotations
 
 import re
+import struct
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -25,6 +26,7 @@ Keys = npt.NDArray[np.int64]
 ABSENT = -(2**63)
 """Key that means "no value"."""
 _LOW, _HIGH = -(2**63), 2**63 - 1
+_HEAD = struct.Struct("<4q")
 _DECIMAL = re.compile(r"[+-]?[0-9]+")
 
 
@@ -58,8 +60,7 @@ def example_id(request_id: str, ad_key: int, surface: str, event_ms: int) -> byt
     Parts are preceded by their lengths, so that no two impressions spell the same bytes.
     """
     request, place = request_id.encode(), surface.encode()
-    head = np.array([len(request), len(place), ad_key, event_ms], dtype="<i8").tobytes()
-    return xxhash.xxh128_digest(head + request + place)
+    return xxhash.xxh128_digest(_HEAD.pack(len(request), len(place), ad_key, event_ms) + request + place)
 
 
 def example_ids(

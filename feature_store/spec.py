@@ -81,20 +81,21 @@ class Spec:
 
     def id_type(self, entity_or_feature: str) -> pb.IdType:
         """How ids of an entity, or values of an id feature, are written."""
-        for feature in self.message.features:
-            if feature.name == entity_or_feature and feature.id.id_type:
-                return feature.id.id_type
-        if entity_or_feature in self.message.entities:
-            return self.message.entities[entity_or_feature].id_type
-        return pb.ID_TYPE_STRING
+        return self._id_types.get(entity_or_feature, pb.ID_TYPE_STRING)
+
+    @cached_property
+    def _id_types(self) -> dict[str, pb.IdType]:
+        entities = {name: entity.id_type for name, entity in self.message.entities.items()}
+        own = {feature.name: feature.id.id_type for feature in self.message.features if feature.id.id_type}
+        return {**entities, **own}
 
     def features(self, owner: pb.Owner, kind: str | None = None) -> list[pb.Feature]:
         """Features of an owner, optionally of one kind (id, dense, embedding), in order."""
-        return [
-            feature
-            for feature in self.message.features
-            if feature.owner == owner and kind in (None, feature.WhichOneof("kind"))
-        ]
+        return [feature for own, of_kind, feature in self._features if own == owner and kind in (None, of_kind)]
+
+    @cached_property
+    def _features(self) -> tuple[tuple[pb.Owner, str | None, pb.Feature], ...]:
+        return tuple((feature.owner, feature.WhichOneof("kind"), feature) for feature in self.message.features)
 
 
 def load_spec(path: Path) -> Spec:
