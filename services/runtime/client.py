@@ -82,6 +82,7 @@ def connect(
     idempotent: Sequence[str] = (),
     health: bool = True,
     tls: TlsSettings | None = None,
+    token: str = "",
     call_metrics: CallMetrics | None = None,
     tracer_provider: TracerProvider | None = None,
 ) -> grpc.Channel:
@@ -95,6 +96,7 @@ def connect(
         health: leave out servers that say they are not ready, as a draining one does; a server that does not speak the
             health protocol counts as ready.
         tls: certificate files; None for plain text.
+        token: bearer token to send with every call; empty for none.
         call_metrics: where to time the calls.
         tracer_provider: None for the process's own.
     """
@@ -104,6 +106,8 @@ def connect(
         channel = grpc.insecure_channel(target, options=options)
     else:
         channel = grpc.secure_channel(target, credentials, options=options)
+    if token:
+        channel = grpc.intercept_channel(channel, _Bear(token))
     if call_metrics is not None:
         channel = grpc.intercept_channel(channel, _Measure(call_metrics))
     # grpc.intercept_channel refuses the instrumentation library's interceptor; its own twin takes it.
@@ -154,6 +158,20 @@ RETRY = {
 def _named(full_method: str) -> dict[str, str]:
     service, method = full_method.lstrip("/").split("/")
     return {"service": service, "method": method}
+
+
+class _Bear(grpc.UnaryUnaryClientInterceptor):
+    """Sends a bearer token along."""
+
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    def intercept_unary_unary(
+        self, continuation: Callable[[Any, Any], Any], client_call_details: Any, request: Any
+    ) -> Any:
+        """Add the header."""
+        metadata = [*(client_call_details.metadata or ()), self._header]
+        return continuation(client_call_details._replace(metadata=metadata), request)
 
 
 class _Measure(grpc.UnaryUnaryClientInterceptor):

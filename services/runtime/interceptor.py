@@ -1,4 +1,4 @@
-"""Wraps the unary methods of a server in layers, outside in: trace → measure → deadline → errors → log.
+"""Wraps the unary methods of a server in layers, outside in: trace → measure → token → deadline → errors → log.
 
 Knows handlers and contexts. Does not know messages. Health and reflection pass through untouched: they are streams with
 a protocol of their own, and a probe needs neither a trace nor a deadline.
@@ -6,10 +6,11 @@ a protocol of their own, and a probe needs neither a trace nor a deadline.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import grpc
@@ -30,6 +31,12 @@ PLUMBING = ("/grpc.health.", "/grpc.reflection.")
 def is_ours(details: grpc.HandlerCallDetails) -> bool:
     """Whether a call is for a service, not for the plumbing around it."""
     return not details.method.startswith(PLUMBING)
+
+
+class Unauthenticated(GemError):
+    """The caller did not say who it is."""
+
+    code, reason = "UNAUTHENTICATED", "UNAUTHENTICATED"
 
 
 class UnaryInterceptor(grpc.ServerInterceptor, ABC):
@@ -79,6 +86,23 @@ class Measure(UnaryInterceptor):
             code = cast(Any, context).code() or grpc.StatusCode.OK
             name = code.name if isinstance(code, grpc.StatusCode) else str(code)
             self._seconds.labels(short_method(method), name).observe(time.perf_counter() - begun)
+
+
+class RequireToken(UnaryInterceptor):
+    """Refuses a caller that bears none of the tokens."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._expected = [f"Bearer {token}".encode() for token in tokens]
+
+    def around(
+        self, method: str, behaviour: Behaviour, request: Any, context: grpc.ServicerContext
+    ) -> Any:
+        """Refuse it, or go on."""
+        sent = str(dict(context.invocation_metadata()).get("authorization", "")).encode()
+        if not any([hmac.compare_digest(sent, token) for token in self._expected]):
+            refusal = Unauthenticated("no valid token; send `authorization: Bearer TOKEN`")
+            errors.abort(context, refusal)
+        return behaviour(request, context)
 
 
 class RequireDeadline(UnaryInterceptor):

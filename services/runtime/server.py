@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
@@ -58,6 +59,8 @@ class ServerSettings:
     """Seconds between NOT_SERVING and the last accepted call."""
     grace_seconds: float = 10.0
     """Seconds that calls in flight may take to finish."""
+    token_file: Path | None = None
+    """File of bearer tokens, one a line, of which a caller must send one; none for a network that is trusted."""
     log_level: str = "INFO"
     limits: Limits = field(default_factory=Limits)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
@@ -173,6 +176,7 @@ def _build(
     layers: list[Any] = [
         server_interceptor(tracer_provider, filter_=interceptor.is_ours),
         interceptor.Measure(call_metrics),
+        *_token_layers(settings.token_file),
         interceptor.RequireDeadline(),
         interceptor.TranslateErrors(),
         interceptor.LogCalls(),
@@ -189,6 +193,15 @@ def _build(
             ("grpc.keepalive_permit_without_calls", 1),
         ],
     )
+
+
+def _token_layers(path: Path | None) -> list[interceptor.RequireToken]:
+    if path is None:
+        return []
+    tokens = path.read_text(encoding="utf-8").split()
+    if not tokens:
+        raise ValueError(f"{path} holds no token; write one a line")
+    return [interceptor.RequireToken(tokens)]
 
 
 def _bind(server: grpc.Server, settings: ServerSettings) -> int:

@@ -85,3 +85,39 @@ def test_plain_text_and_strangers_are_not_answered(
 def test_half_a_certificate_is_refused() -> None:
     with pytest.raises(ValueError, match="go together"):
         TlsSettings(tls_key=Path("k"))
+
+
+# Tokens
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "tokens").write_text("old-token\nnew-token\n")
+    settings = ServerSettings(
+        listen="127.0.0.1:0", drain_seconds=0.0, token_file=tmp_path / "tokens"
+    )
+    with running([ranking()], settings, call_metrics=CallMetrics(CollectorRegistry())) as server:
+        server.health.ready()
+        yield f"127.0.0.1:{server.port}"
+
+
+def test_a_caller_with_any_of_the_tokens_is_answered_and_another_is_not(guarded: str) -> None:
+    for token in ("old-token", "new-token"):
+        with client.connect(guarded, limits=Limits(), token=token) as channel:
+            stub = router_service_pb2_grpc.RankingServiceStub(channel)
+            request = wire.ExplainRequest(surface="answer")
+            assert client.call(stub.Explain, request, timeout=5.0).bucket == 7
+    for token in ("", "old", "old-token-and-more"):
+        with client.connect(guarded, limits=Limits(), token=token) as channel:
+            stub = router_service_pb2_grpc.RankingServiceStub(channel)
+            with pytest.raises(GemError) as caught:
+                client.call(stub.Explain, wire.ExplainRequest(surface="answer"), timeout=5.0)
+            assert caught.value.code == "UNAUTHENTICATED"
+
+
+def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("\n")
+    settings = ServerSettings(listen="127.0.0.1:0", token_file=tmp_path / "tokens")
+    context = running([ranking()], settings, call_metrics=CallMetrics(CollectorRegistry()))
+    with pytest.raises(ValueError, match="holds no token"):
+        context.__enter__()
