@@ -23,6 +23,10 @@ from services.runtime.client import Method
 log = logging.getLogger(__name__)
 
 
+RETRY_AFTER_MS = 200
+"""When a caller may try again: a model that was scaled to zero needs longer, a restarting one less."""
+
+
 class VerticalUnavailable(NotReady):
     """No vertical model could answer for the surface."""
 
