@@ -17,9 +17,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from gem.schema.v1.dataset_spec_pb2 import ID_TYPE_INT64, ID_TYPE_STRING, IdType
 
 from feature_store.errors import InvalidInput
-from gem.schema.v1.dataset_spec_pb2 import ID_TYPE_INT64, ID_TYPE_STRING, IdType
 
 Keys = npt.NDArray[np.int64]
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from feature_store.spec import Spec
 from gem.schema.v1 import dataset_spec_pb2 as pb
+
+from feature_store.spec import Spec
 
 _USER_KEYS = {"user", "surface"}
 _LEADING = ("ad", "ad_group", "campaign", "account")

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import xxhash
 import yaml
+from gem.schema.v1 import dataset_spec_pb2 as pb
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from feature_store.errors import InvalidInput, UnknownSurface
-from gem.schema.v1 import dataset_spec_pb2 as pb
 
 M = TypeVar("M", bound=Message)
 IMPRESSION = "impression"

@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import TableNotFoundError
+from gem.schema.v1 import dataset_spec_pb2 as pb
 
 from feature_store.errors import FailedPrecondition, NotFound
 from feature_store.spec import Spec
-from gem.schema.v1 import dataset_spec_pb2 as pb
 
 _STRING, _INT64, _DIGEST = pa.string(), pa.int64(), pa.binary()
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+from gem.common.v1.tensor_pb2 import DataType, Tensor
 
 from feature_store.batch import Array
 from feature_store.errors import InvalidInput
-from gem.common.v1.tensor_pb2 import DataType, Tensor
 
 _NUMPY: Mapping[DataType, np.dtype[np.generic]] = {
     DataType.DATA_TYPE_FLOAT32: np.dtype("<f4"),

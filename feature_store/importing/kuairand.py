@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator
-from datetime import date, datetime, timezone
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ def _upload_ms(day: Any) -> int | None:
     if day is None:
         return None
     when = day if isinstance(day, date) else date.fromisoformat(str(day)[:10])
-    return int(datetime(when.year, when.month, when.day, tzinfo=timezone.utc).timestamp() * 1000)
+    return int(datetime(when.year, when.month, when.day, tzinfo=UTC).timestamp() * 1000)
 
 
 def _users(source: Path) -> Iterator[dict[str, Any]]:

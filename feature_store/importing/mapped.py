@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
+from gem.schema.v1 import dataset_spec_pb2 as pb
 
 from feature_store.errors import InvalidInput, NotFound
 from feature_store.importing.rows import Importer, ImportReport, Progress
 from feature_store.spec import Spec
 from feature_store.tables import Tables
-from gem.schema.v1 import dataset_spec_pb2 as pb
 
 ORDER = ("users", "catalogue", "impressions", "outcomes", "events")
 """Impressions before outcomes: an outcome must have its impression."""
@@ -88,7 +88,7 @@ def _read(path: Path) -> Iterator[pa.RecordBatch]:
 def _milliseconds(value: Any, scale: float | None) -> Any:
     """Milliseconds of a time in its unit; what cannot be read is left as it is, for the row check to refuse."""
     if isinstance(value, datetime):
-        zoned = value if value.tzinfo else value.replace(tzinfo=timezone.utc)
+        zoned = value if value.tzinfo else value.replace(tzinfo=UTC)
         return round(zoned.timestamp() * 1000)
     try:
         if scale is None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+from gem.schema.v1 import dataset_spec_pb2 as pb
 
 from feature_store.errors import InvalidInput, TooManyRejects
 from feature_store.ids import example_id, key_of
 from feature_store.spec import Spec
 from feature_store.tables import Tables, schema
-from gem.schema.v1 import dataset_spec_pb2 as pb
 
 Row = Mapping[str, Any]
 Progress = Callable[[int, int], None]
@@ -29,8 +29,8 @@ MAX_TIME_MS = 32_503_680_000_000
 _BATCH_ROWS = 65_536
 
 
-class Reject(Exception):  # noqa: N818  # a verdict on a row, not an error of the program
-    """This row cannot be taken; `reason` is stable and counted."""
+class Reject(Exception):  # a verdict on a row, not an error of the program
+    """A row that cannot be taken; `reason` is stable and counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

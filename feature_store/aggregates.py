@@ -1,0 +1,347 @@
+"""Keeps the running statistics of a spec: one incremental implementation, used online and in replay.
+
+Knows counts, rates and recencies, and in what order facts count. Does not know where states are kept.
+
+A state is a short row of float64 a (group, key), where a group is a set of keys that aggregates share (`by`). Facts are
+applied in the order (available_ms, event_ms, source priority, id); what is known at t is a prefix of it. Equal facts in
+equal order make equal bits, wherever the rows are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from gem.schema.v1 import dataset_spec_pb2 as pb
+
+from feature_store.ids import ABSENT
+from feature_store.layout import Column, Layout
+from feature_store.spec import IMPRESSION, Spec
+
+Slots = list[float]
+MAX_USER_KEYS = 1024
+"""Keys kept a user and group; the one that was first seen longest ago is dropped."""
+_MASK = 2**64 - 1
+_WIDTH = {pb.STATISTIC_COUNT: 2, pb.STATISTIC_RATE: 3, pb.STATISTIC_RECENCY: 1}
+
+
+class Fact(NamedTuple):
+    """Something that statistics count: an event, or an outcome of an impression.
+
+    `source` is the index of the event source, `objective` that of the outcome's objective; the other is -1.
+    """
+
+    source: int
+    objective: int
+    user_key: int
+    surface: int
+    ad_ids: Sequence[int]
+    """Keys of the ad's id features, in layout order."""
+    event_ms: int
+    """Time of the event, or of the outcome's impression."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Aggregates that share their keys, and where each lies in the group's state row."""
+
+    by: tuple[str, ...]
+    aggregates: tuple[pb.Aggregate, ...]
+    offsets: tuple[int, ...]
+    width: int
+    per_user: bool
+    """The user is one of the keys: rows live with the user."""
+    parts: tuple[int, ...]
+    """Where the other keys come from: -1 the surface, else a column of the ad's ids."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """States in memory: of every user a dictionary a group, and shared ones. The online store keeps the same as bytes."""
+
+    num_groups: int
+    users: dict[int, list[dict[int, Slots]]] = field(default_factory=dict)
+    shared: list[dict[int, Slots]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shared = self.shared or [{} for _ in range(self.num_groups)]
+
+    def of(self, user_key: int) -> list[dict[int, Slots]]:
+        """A user's states, made if there are none."""
+        found = self.users.get(user_key)
+        if found is None:
+            found = self.users[user_key] = [{} for _ in range(self.num_groups)]
+        return found
+
+
+class AggregateSet:
+    """The aggregates of a spec, compiled.
+
+    `groups[0]` is the global one: no keys, the running rates that priors lean on.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        layout = Layout(spec)
+        self._ad_columns = [column.name for column in layout.ad_ids]
+        self._sources = spec.event_sources
+        self._objectives = spec.objectives
+        self._impression = self._sources.index(IMPRESSION) if IMPRESSION in self._sources else -2
+        self.groups = self._compile(spec)
+        self._on_source = [self._plan_source(index) for index in range(len(self._sources))]
+        self._on_objective = [self._plan_objective(name) for name in self._objectives]
+        self._user_columns = self._plan_read(layout.user_aggregates)
+        self._ad_aggregates = self._plan_read(layout.ad_aggregates)
+        self.starts = list(np.cumsum([0, *(group.width for group in self.groups)]))
+        """Where each group's slots begin in a row of all slots."""
+
+    @property
+    def num_slots(self) -> int:
+        """Width of a row of all groups' slots."""
+        return int(self.starts[-1])
+
+    def key(self, group: Group, surface: int, ad_ids: Sequence[int]) -> int | None:
+        """Key of a row below its user (or of a shared row); None if a part has no value."""
+        mixed = 0
+        for number, part in enumerate(group.parts):
+            value = surface if part < 0 else ad_ids[part]
+            if value == ABSENT:
+                return None
+            mixed = value if number == 0 else _mix(mixed, value)
+        return mixed
+
+    def apply(self, fact: Fact, user_rows: list[dict[int, Slots]], shared: list[dict[int, Slots]]) -> None:
+        """Counts one fact; rows that it needs are made."""
+        plan = self._on_source[fact.source] if fact.source >= 0 else self._on_objective[fact.objective]
+        for index, updates in plan:
+            group = self.groups[index]
+            key = self.key(group, fact.surface, fact.ad_ids)
+            if key is None:
+                continue
+            rows = user_rows[index] if group.per_user else shared[index]
+            slots = rows.get(key)
+            if slots is None:
+                if group.per_user and len(rows) >= MAX_USER_KEYS:
+                    del rows[next(iter(rows))]
+                slots = rows[key] = [0.0] * group.width
+            for update, offset, half_life_ms in updates:
+                update(slots, offset, fact.event_ms, half_life_ms)
+
+    def snapshot(
+        self,
+        surface: int,
+        ad_ids: Sequence[int],
+        user_rows: list[dict[int, Slots]] | None,
+        shared: list[dict[int, Slots]],
+        out: list[float],
+    ) -> None:
+        """Appends the slots of all groups for one candidate to `out`; zeros where there is no row."""
+        for index, group in enumerate(self.groups):
+            rows = (user_rows[index] if user_rows else {}) if group.per_user else shared[index]
+            key = self.key(group, surface, ad_ids) if rows else None
+            slots = rows.get(key) if key is not None else None
+            out.extend(slots if slots is not None else _zeros(group.width))
+
+    def user_statistics(self, slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """User-side aggregates [n, columns in layout order] from slots [n, num_slots] as of `now_ms` [n]."""
+        return self._statistics(self._user_columns, slots, now_ms)
+
+    def ad_statistics(self, slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Candidate-side aggregates [n, columns in layout order] from slots [n, num_slots] as of `now_ms` [n]."""
+        return self._statistics(self._ad_aggregates, slots, now_ms)
+
+    def _statistics(
+        self, plan: list[tuple[pb.Aggregate, int, int]], slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        out = np.empty((len(slots), len(plan)), dtype=np.float32)
+        for column, (aggregate, at, prior_at) in enumerate(plan):
+            out[:, column] = _statistic(aggregate, slots, at, prior_at, now_ms)
+        return out
+
+    def _compile(self, spec: Spec) -> tuple[Group, ...]:
+        rates = sorted({a.objective for a in spec.message.aggregates if a.statistic == pb.STATISTIC_RATE})
+        running = [
+            pb.Aggregate(name=f"global:{name}", objective=name, statistic=pb.STATISTIC_RATE) for name in rates
+        ]
+        by: dict[tuple[str, ...], list[pb.Aggregate]] = {(): running}
+        for aggregate in spec.message.aggregates:
+            by.setdefault(tuple(aggregate.by), []).append(aggregate)
+        return tuple(self._group(keys, aggregates) for keys, aggregates in by.items())
+
+    def _group(self, by: tuple[str, ...], aggregates: list[pb.Aggregate]) -> Group:
+        widths = [_WIDTH[aggregate.statistic] for aggregate in aggregates]
+        return Group(
+            by=by,
+            aggregates=tuple(aggregates),
+            offsets=tuple(int(offset) for offset in np.cumsum([0, *widths])[:-1]),
+            width=sum(widths),
+            per_user="user" in by,
+            parts=tuple(-1 if name == "surface" else self._ad_columns.index(name) for name in by if name != "user"),
+        )
+
+    def _plan_source(self, source: int) -> list[tuple[int, list[tuple[_Update, int, float]]]]:
+        name = self._sources[source]
+
+        def update_of(aggregate: pb.Aggregate) -> _Update | None:
+            if aggregate.statistic == pb.STATISTIC_RATE:
+                return _add_trial if source == self._impression else None
+            if aggregate.source == name:
+                return _count if aggregate.statistic == pb.STATISTIC_COUNT else _touch
+            return None
+
+        return self._plan(update_of)
+
+    def _plan_objective(self, name: str) -> list[tuple[int, list[tuple[_Update, int, float]]]]:
+        def update_of(aggregate: pb.Aggregate) -> _Update | None:
+            if aggregate.objective != name:
+                return None
+            return {
+                pb.STATISTIC_RATE: _add_success,
+                pb.STATISTIC_COUNT: _count,
+                pb.STATISTIC_RECENCY: _touch,
+            }[aggregate.statistic]
+
+        return self._plan(update_of)
+
+    def _plan(
+        self, update_of: Callable[[pb.Aggregate], _Update | None]
+    ) -> list[tuple[int, list[tuple[_Update, int, float]]]]:
+        plan = []
+        for index, group in enumerate(self.groups):
+            updates = [
+                (update, offset, aggregate.half_life_seconds * 1000.0)
+                for aggregate, offset in zip(group.aggregates, group.offsets, strict=True)
+                if (update := update_of(aggregate)) is not None
+            ]
+            if updates:
+                plan.append((index, updates))
+        return plan
+
+    def _plan_read(self, columns: Iterable[Column]) -> list[tuple[pb.Aggregate, int, int]]:
+        """Aggregate, its first slot, and the first slot of the running global rate it leans on."""
+        starts = np.cumsum([0, *(group.width for group in self.groups)])
+        places = {
+            aggregate.name: int(start) + offset
+            for group, start in zip(self.groups, starts, strict=False)
+            for aggregate, offset in zip(group.aggregates, group.offsets, strict=True)
+        }
+        plan = []
+        for column in columns:
+            aggregate = column.aggregate
+            assert aggregate is not None
+            plan.append((aggregate, places[aggregate.name], places.get(f"global:{aggregate.objective}", -1)))
+        return plan
+
+
+_Update = Callable[[Slots, int, int, float], None]
+
+
+def _decayed(slots: Slots, at: int, last: int, event_ms: int, half_life_ms: float) -> float:
+    """Brings `slots[at]` to the later of its own time and the event's; returns the weight of an event at event_ms."""
+    if not half_life_ms:
+        return 1.0
+    gap = event_ms - slots[last]
+    return 1.0 if gap >= 0 else 2.0 ** (gap / half_life_ms)
+
+
+def _age(slots: Slots, first: int, last: int, event_ms: int, half_life_ms: float) -> None:
+    """Lets slots first … last-1 decay to event_ms if it is later than slots[last], and moves slots[last] there."""
+    if half_life_ms and event_ms > slots[last]:
+        if slots[last]:
+            keep = 2.0 ** ((slots[last] - event_ms) / half_life_ms)
+            for index in range(first, last):
+                slots[index] *= keep
+        slots[last] = float(event_ms)
+
+
+def _count(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
+    _age(slots, at, at + 1, event_ms, half_life_ms)
+    slots[at] += _decayed(slots, at, at + 1, event_ms, half_life_ms)
+
+
+def _add_trial(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
+    _age(slots, at, at + 2, event_ms, half_life_ms)
+    slots[at] += _decayed(slots, at, at + 2, event_ms, half_life_ms)
+
+
+def _add_success(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
+    _age(slots, at, at + 2, event_ms, half_life_ms)
+    slots[at + 1] += _decayed(slots, at + 1, at + 2, event_ms, half_life_ms)
+
+
+def _touch(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
+    slots[at] = max(slots[at], float(event_ms))
+
+
+def _statistic(
+    aggregate: pb.Aggregate,
+    slots: npt.NDArray[np.float64],
+    at: int,
+    prior_at: int,
+    now_ms: npt.NDArray[np.int64],
+) -> npt.NDArray[np.float64]:
+    if aggregate.statistic == pb.STATISTIC_RECENCY:
+        seconds = np.maximum(0.0, (now_ms - slots[:, at]) / 1000.0)
+        return np.where(slots[:, at] > 0, np.log1p(seconds), np.nan)
+    if aggregate.statistic == pb.STATISTIC_COUNT:
+        return np.log1p(slots[:, at] * _keep(aggregate, slots[:, at + 1], now_ms))
+    keep = _keep(aggregate, slots[:, at + 2], now_ms)
+    prior = (slots[:, prior_at + 1] + 1.0) / (slots[:, prior_at] + 2.0)
+    strength = aggregate.prior_strength
+    trials = slots[:, at] * keep + strength
+    successes = slots[:, at + 1] * keep + strength * prior
+    return np.where(trials > 0, successes / np.where(trials > 0, trials, 1.0), prior)
+
+
+def _keep(
+    aggregate: pb.Aggregate, last_ms: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    if not aggregate.half_life_seconds:
+        return np.ones(len(last_ms))
+    gap = np.maximum(0.0, now_ms - last_ms) / (aggregate.half_life_seconds * 1000.0)
+    return np.exp2(-gap)
+
+
+_ZEROS: dict[int, Slots] = {}
+
+
+def _zeros(width: int) -> Slots:
+    return _ZEROS.setdefault(width, [0.0] * width)
+
+
+def _mix(a: int, b: int) -> int:
+    """One int64 key from two: splitmix64's finalizer over a · odd constant + b."""
+    z = (a * 0x9E3779B97F4A7C15 + b) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z
+
+
+def pack_user(rows: list[dict[int, Slots]], groups: Sequence[Group]) -> bytes:
+    """A user's states as bytes: for every per-user group a count, then keys and slots in order of first use."""
+    parts = []
+    for group, states in zip(groups, rows, strict=True):
+        if group.per_user:
+            parts.append(np.int64(len(states)).tobytes())
+            parts.append(np.fromiter(states, dtype=np.int64, count=len(states)).tobytes())
+            parts.append(np.array(list(states.values()), dtype=np.float64).tobytes())
+    return b"".join(parts)
+
+
+def unpack_user(data: bytes, groups: Sequence[Group]) -> list[dict[int, Slots]]:
+    """The states that `pack_user` wrote; empty bytes are a new user."""
+    rows: list[dict[int, Slots]] = [{} for _ in groups]
+    at = 0
+    for index, group in enumerate(groups):
+        if not group.per_user or not data:
+            continue
+        count = int(np.frombuffer(data, np.int64, 1, at)[0])
+        keys = np.frombuffer(data, np.int64, count, at + 8).tolist()
+        at += 8 + 8 * count
+        values = np.frombuffer(data, np.float64, count * group.width, at).reshape(count, group.width).tolist()
+        at += 8 * count * group.width
+        rows[index] = dict(zip(keys, values, strict=True))
+    return rows

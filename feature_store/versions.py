@@ -1,0 +1,45 @@
+"""Looks up the version of a user or an ad that was in force at an instant.
+
+Knows keys and times. Does not know what a version says.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from feature_store.asof import Queries, Segments, before
+
+Ints = npt.NDArray[np.int64]
+
+
+class VersionIndex:
+    """Rows of a versioned table, sorted by (key, when they came into force).
+
+    A row is in force from the later of valid_from_ms and available_ms, until the next one.
+    """
+
+    def __init__(self, keys: Ints, valid_from_ms: Ints, available_ms: Ints) -> None:
+        since = np.maximum(valid_from_ms, available_ms)
+        self.order = np.lexsort((since, keys))
+        """[n] table rows in index order."""
+        self._keys, start = np.unique(keys[self.order], return_index=True)
+        stop = np.append(start[1:], len(keys)).astype(np.int64)
+        none = np.full(len(keys), -1, dtype=np.int64)
+        self._segments = Segments(start.astype(np.int64), stop, since[self.order], since[self.order], none)
+
+    def at(self, keys: Ints, at_ms: Ints) -> Ints:
+        """[q] table row in force for each key at each instant; -1 where there is none."""
+        segment = positions(self._keys, keys)
+        found = before(self._segments, Queries(segment, at_ms + 1, segment)) - 1
+        first = self._segments.start[np.maximum(segment, 0)] if len(self._keys) else np.zeros(len(keys), np.int64)
+        known = (segment >= 0) & (found >= first)
+        return np.where(known, self.order[np.maximum(found, 0)] if len(self.order) else -1, -1)
+
+
+def positions(sorted_keys: Ints, keys: Ints) -> Ints:
+    """[q] where each key lies among sorted unique keys; -1 where it does not."""
+    if not len(sorted_keys):
+        return np.full(len(keys), -1, dtype=np.int64)
+    at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
+    return np.where(sorted_keys[at] == keys, at, -1)
