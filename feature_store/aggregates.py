@@ -92,8 +92,8 @@ class AggregateSet:
         self.groups = self._compile(spec)
         self._on_source = [self._plan_source(index) for index in range(len(self._sources))]
         self._on_objective = [self._plan_objective(name) for name in self._objectives]
-        self._user_columns = self._plan_read(layout.user_aggregates)
-        self._ad_aggregates = self._plan_read(layout.ad_aggregates)
+        self._user_plan = self._plan_read(layout.user_aggregates)
+        self._ad_plan = self._plan_read(layout.ad_aggregates)
         self.starts = list(np.cumsum([0, *(group.width for group in self.groups)]))
         """Where each group's slots begin in a row of all slots."""
 
@@ -101,6 +101,16 @@ class AggregateSet:
     def num_slots(self) -> int:
         """Width of a row of all groups' slots."""
         return int(self.starts[-1])
+
+    @property
+    def num_user_columns(self) -> int:
+        """User-side aggregates."""
+        return len(self._user_plan)
+
+    @property
+    def num_ad_columns(self) -> int:
+        """Candidate-side aggregates."""
+        return len(self._ad_plan)
 
     def key(self, group: Group, surface: int, ad_ids: Sequence[int]) -> int | None:
         """Key of a row below its user (or of a shared row); None if a part has no value."""
@@ -146,11 +156,11 @@ class AggregateSet:
 
     def user_statistics(self, slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """User-side aggregates [n, columns in layout order] from slots [n, num_slots] as of `now_ms` [n]."""
-        return self._statistics(self._user_columns, slots, now_ms)
+        return self._statistics(self._user_plan, slots, now_ms)
 
     def ad_statistics(self, slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Candidate-side aggregates [n, columns in layout order] from slots [n, num_slots] as of `now_ms` [n]."""
-        return self._statistics(self._ad_aggregates, slots, now_ms)
+        return self._statistics(self._ad_plan, slots, now_ms)
 
     def _statistics(
         self, plan: list[tuple[pb.Aggregate, int, int]], slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]

@@ -1,0 +1,327 @@
+"""Loads the log tables of a spec as sorted columns, ready for gathers.
+
+Knows tables and their features. Does not know requests, counters or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from gem.schema.v1.dataset_spec_pb2 import OWNER_REQUEST
+
+from feature_store.asof import NEVER, Segments
+from feature_store.ids import ABSENT
+from feature_store.layout import Column, Layout, total_width
+from feature_store.spec import IMPRESSION, Spec
+from feature_store.tables import Tables
+from feature_store.versions import VersionIndex
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+DAY_MS = 86_400_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entities:
+    """Versioned rows of users or ads: id columns, dense columns, and the times that ages are counted from."""
+
+    versions: VersionIndex
+    ids: Ints
+    dense: Floats
+    births_ms: Ints
+    """[n, dense] the stored time of an age column; ABSENT elsewhere."""
+    entity_column: int | None
+    """The id column that is the entity's own key."""
+
+    def gather_ids(self, rows: Ints, keys: Ints) -> Ints:
+        """[q, ids] of version rows; an unknown entity (-1) keeps its own key and has no other value."""
+        out = self.ids[rows] if len(self.ids) else np.full((len(rows), self.ids.shape[1]), ABSENT)
+        out[rows < 0] = ABSENT
+        if self.entity_column is not None:
+            out[:, self.entity_column] = keys
+        return out
+
+    def gather_dense(self, rows: Ints, at_ms: Ints) -> Floats:
+        """[q, dense] of version rows, ages as days at each instant; NaN where unknown."""
+        if not len(self.dense):
+            return np.full((len(rows), self.dense.shape[1]), np.nan, dtype=np.float32)
+        out = self.dense[rows]
+        for column in np.flatnonzero((self.births_ms != ABSENT).any(axis=0)):
+            births = self.births_ms[rows, column]
+            days = (at_ms - births) / DAY_MS
+            out[:, column] = np.where(births != ABSENT, days, np.nan)
+        out[rows < 0] = np.nan
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Impressions:
+    """Shown ads, sorted by (event_ms, example id)."""
+
+    example_id: npt.NDArray[np.void]
+    """[n] 16 bytes each (V16)."""
+    request: Ints
+    """[n] number of the request."""
+    request_ids: npt.NDArray[np.object_]
+    """[requests] their names."""
+    user_key: Ints
+    ad_key: Ints
+    surface: npt.NDArray[np.int32]
+    event_ms: Ints
+    available_ms: Ints
+    request_row: Ints
+    """[n] row of `request_ids_features` and `request_dense`: n itself."""
+    id_features: Ints
+    """[n, request id features]"""
+    dense_features: Floats
+    """[n, request dense features]"""
+    ad_ids: Ints
+    """[n, A] of the ad's version at event time."""
+    label_ms: Ints
+    """[n, K] when the outcome became known; NEVER if it did not."""
+    label_value: Floats
+    """[n, K]"""
+
+    def __len__(self) -> int:
+        return len(self.event_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Events of one source, sorted by (user, event_ms, event id)."""
+
+    users: Ints
+    """[S] sorted keys; segment s is of users[s]."""
+    segments: Segments
+    surface: npt.NDArray[np.int32]
+    ids: Ints
+    """[n, E]"""
+    dense: Floats
+    """[n, ED]"""
+    impression: Ints
+    """[n] row of the impression; -1 for other sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Events of all other sources, sorted by (event_ms, event id)."""
+
+    event_id: npt.NDArray[np.void]
+    source: Ints
+    user_key: Ints
+    ad_key: Ints
+    surface: npt.NDArray[np.int32]
+    event_ms: Ints
+    available_ms: Ints
+    ad_ids: Ints
+
+
+def load_entities(
+    tables: Tables, name: str, entity: str, ids: tuple[Column, ...], dense: tuple[Column, ...]
+) -> Entities:
+    """Users or ads with their versions; an empty table if nothing was imported."""
+    key = f"{entity}_key"
+    own = [column.name for column in (*ids, *dense)]
+    table = tables.read(name, columns=[key, "valid_from_ms", "available_ms", *own]) if tables.exists(name) else None
+    if table is None:
+        names = [key, "valid_from_ms", "available_ms", *own]
+        table = pa.table({column: pa.array([], pa.int64()) for column in names})
+    values, births = _dense(table, dense)
+    columns = [column.name for column in ids]
+    return Entities(
+        versions=VersionIndex(ints(table, key), ints(table, "valid_from_ms"), ints(table, "available_ms")),
+        ids=id_matrix(table, ids),
+        dense=values,
+        births_ms=births,
+        entity_column=columns.index(entity) if entity in columns else None,
+    )
+
+
+def load_impressions(tables: Tables, spec: Spec, layout: Layout, ads: Entities) -> Impressions:
+    """All impressions with their outcomes."""
+    request_ids = tuple(c for c in layout.user_ids if c.feature is not None and c.feature in _request(spec))
+    request_dense = tuple(c for c in layout.user_dense if c.feature is not None and c.feature in _request(spec))
+    table = tables.read("impressions")
+    event_ms, names = ints(table, "event_ms"), _digests(table, "example_id")
+    order = np.lexsort((*_words(names)[::-1], event_ms))
+    table, event_ms, names = table.take(pa.array(order)), event_ms[order], names[order]
+    requests, number = np.unique(_strings(table, "request_id"), return_inverse=True)
+    ad_key = ints(table, "ad_key")
+    known, value = _labels(tables, spec, names, event_ms)
+    return Impressions(
+        example_id=names,
+        request=number.astype(np.int64),
+        request_ids=requests,
+        user_key=ints(table, "user_key"),
+        ad_key=ad_key,
+        surface=_surfaces(table, spec),
+        event_ms=event_ms,
+        available_ms=ints(table, "available_ms"),
+        request_row=np.arange(len(order)),
+        id_features=id_matrix(table, request_ids),
+        dense_features=_dense(table, request_dense)[0],
+        ad_ids=ads.gather_ids(ads.versions.at(ad_key, event_ms), ad_key),
+        label_ms=known,
+        label_value=value,
+    )
+
+
+def load_events(tables: Tables, spec: Spec, ads: Entities) -> Events:
+    """Events of all sources but impressions."""
+    names = ["event_id", "source", "user_key", "ad_key", "surface", "event_ms", "available_ms"]
+    if tables.exists("events"):
+        table = tables.read("events", columns=names)
+    else:
+        table = pa.table({name: pa.array([], pa.null()) for name in names})
+    event_ms, ids = ints(table, "event_ms"), _digests(table, "event_id")
+    order = np.lexsort((*_words(ids)[::-1], event_ms))
+    table = table.take(pa.array(order))
+    ad_key = ints(table, "ad_key")
+    return Events(
+        event_id=ids[order],
+        source=_indices(table, "source", spec.event_sources).astype(np.int64),
+        user_key=ints(table, "user_key"),
+        ad_key=ad_key,
+        surface=_surfaces(table, spec),
+        event_ms=event_ms[order],
+        available_ms=ints(table, "available_ms"),
+        ad_ids=ads.gather_ids(ads.versions.at(ad_key, event_ms[order]), ad_key),
+    )
+
+
+def history_of(
+    source: str, spec: Spec, layout: Layout, ads: Entities, impressions: Impressions, events: Events
+) -> History:
+    """One source's events as users' histories; columns that the source does not copy are absent."""
+    if source == IMPRESSION:
+        rows = np.arange(len(impressions))
+        user, ad, when = impressions.user_key, impressions.ad_key, impressions.event_ms
+        available, surface, request = impressions.available_ms, impressions.surface, impressions.request
+        ids, impression = impressions.ad_ids, rows
+    else:
+        rows = np.flatnonzero(events.source == spec.event_sources.index(source))
+        user, ad, when = events.user_key[rows], events.ad_key[rows], events.event_ms[rows]
+        available, surface = events.available_ms[rows], events.surface[rows]
+        request = impression = np.full(len(rows), -1, dtype=np.int64)
+        ids = events.ad_ids[rows]
+    order = np.lexsort((np.arange(len(rows)), when, user))
+    users, start = np.unique(user[order], return_index=True)
+    stop = np.append(start[1:], len(rows)).astype(np.int64)
+    copied = set(next(s for s in spec.message.event_sources if s.name == source).features)
+    dense = ads.gather_dense(ads.versions.at(ad[order], when[order]), when[order])
+    return History(
+        users=users,
+        segments=Segments(start.astype(np.int64), stop, when[order], available[order], request[order]),
+        surface=surface[order],
+        ids=_copied_ids(layout, ids[order], copied),
+        dense=_copied_dense(layout, dense, copied),
+        impression=impression[order],
+    )
+
+
+def _copied_ids(layout: Layout, ad_ids: Ints, copied: set[str]) -> Ints:
+    names = [column.name for column in layout.ad_ids]
+    out = np.full((len(ad_ids), len(layout.event_ids)), ABSENT, dtype=np.int64)
+    for at, column in enumerate(layout.event_ids):
+        if column.name in copied:
+            out[:, at] = ad_ids[:, names.index(column.name)]
+    return out
+
+
+def _copied_dense(layout: Layout, ad_dense: Floats, copied: set[str]) -> Floats:
+    out = np.full((len(ad_dense), total_width(layout.event_dense)), np.nan, dtype=np.float32)
+    to = 0
+    for column in layout.event_dense:
+        start = 0
+        for stored in layout.stored_ad_dense:
+            if stored.name == column.name and column.name in copied:
+                out[:, to : to + column.width] = ad_dense[:, start : start + column.width]
+            start += stored.width
+        to += column.width
+    return out
+
+
+def _request(spec: Spec) -> list[object]:
+    return list(spec.features(OWNER_REQUEST))
+
+
+def _labels(tables: Tables, spec: Spec, names: npt.NDArray[np.void], event_ms: Ints) -> tuple[Ints, Floats]:
+    """When each outcome became known, and its value; one after its attribution window never counts."""
+    known = np.full((len(names), len(spec.objectives)), NEVER, dtype=np.int64)
+    value = np.zeros(known.shape, dtype=np.float32)
+    if not tables.exists("outcomes") or not len(names):
+        return known, value
+    table = tables.read("outcomes", columns=["example_id", "objective", "occurred_ms", "available_ms", "value"])
+    objective = _indices(table, "objective", spec.objectives)
+    order = np.argsort(names)
+    at = np.minimum(np.searchsorted(names[order], _digests(table, "example_id")), len(names) - 1)
+    row = order[at]
+    windows = np.array([o.attribution_window_seconds for o in spec.message.objectives]) * 1000
+    inside = ints(table, "occurred_ms") - event_ms[row] <= windows[objective]
+    good = (names[row] == _digests(table, "example_id")) & (objective >= 0) & inside
+    amount = table["value"].to_numpy()
+    known[row[good], objective[good]] = np.where(amount[good] > 0, ints(table, "available_ms")[good], NEVER)
+    value[row[good], objective[good]] = amount[good]
+    return known, value
+
+
+def ints(table: pa.Table, name: str) -> Ints:
+    """A column as int64; ABSENT where null."""
+    column = table[name].cast(pa.int64()).fill_null(ABSENT)
+    return np.asarray(column.to_numpy(), dtype=np.int64)
+
+
+def id_matrix(table: pa.Table, columns: tuple[Column, ...]) -> Ints:
+    """[n, columns] keys of id features; ABSENT where null."""
+    out = np.empty((table.num_rows, len(columns)), dtype=np.int64)
+    for at, column in enumerate(columns):
+        out[:, at] = ints(table, column.name)
+    return out
+
+
+def _dense(table: pa.Table, columns: tuple[Column, ...]) -> tuple[Floats, Ints]:
+    values = np.full((table.num_rows, total_width(columns)), np.nan, dtype=np.float32)
+    births = np.full(values.shape, ABSENT, dtype=np.int64)
+    at = 0
+    for column in columns:
+        if column.is_age:
+            births[:, at] = ints(table, column.name)
+        elif column.is_embedding:
+            flat = table[column.name].combine_chunks().flatten().to_numpy()
+            values[:, at : at + column.width] = flat.reshape(-1, column.width)
+        else:
+            values[:, at] = table[column.name].cast(pa.float64()).to_numpy()
+        at += column.width
+    return values, births
+
+
+def _strings(table: pa.Table, name: str) -> npt.NDArray[np.object_]:
+    return np.asarray(table[name].to_numpy(zero_copy_only=False), dtype=object)
+
+
+def _digests(table: pa.Table, name: str) -> npt.NDArray[np.void]:
+    joined = b"".join(value.as_py() for value in table[name]) if table.num_rows else b""
+    return np.frombuffer(joined, dtype="V16")
+
+
+def _words(digests: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """High and low half of 16-byte names, ordered as the bytes are."""
+    halves = digests.view(">u8").reshape(-1, 2).astype(np.uint64)
+    return halves[:, 0], halves[:, 1]
+
+
+def _surfaces(table: pa.Table, spec: Spec) -> npt.NDArray[np.int32]:
+    return _indices(table, "surface", spec.surfaces)
+
+
+def _indices(table: pa.Table, name: str, known: tuple[str, ...]) -> npt.NDArray[np.int32]:
+    numbers = {text: number for number, text in enumerate(known)}
+    encoded = table[name].cast(pa.string()).combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    words = [numbers.get(word, -1) for word in encoded.dictionary.to_pylist()]
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    return np.array([*words, -1], dtype=np.int32)[codes]
