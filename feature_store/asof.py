@@ -8,7 +8,7 @@ is known iff its impression is and it was available by t. Order is (time, source
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,9 +25,9 @@ class Caps:
     """How much of a user's past a LoopFM window holds."""
 
     impressions: int = 128
-    """Newest entries without a known positive outcome."""
+    """Newest entries, those that are held as positives aside."""
     positives: int = 72
-    """Newest entries with one."""
+    """Newest entries with a known positive outcome."""
     retention_ms: int = 30 * 86_400_000
     """Older entries are gone."""
 
@@ -68,10 +68,10 @@ def asof_sequence_reference(
     known.sort(key=lambda entry: (entry.event_ms, entry.example_id))
     bits = {entry: label_bits(entry.label_available_ms, at_ms) for entry in known}
     positives = [entry for entry in known if bits[entry]]
-    others = [entry for entry in known if not bits[entry]]
-    kept = positives[max(0, len(positives) - caps.positives) :] + others[max(0, len(others) - caps.impressions) :]
-    kept.sort(key=lambda entry: (entry.event_ms, entry.example_id))
-    return [(entry, bits[entry]) for entry in kept]
+    positives = positives[max(0, len(positives) - caps.positives) :]
+    others = [entry for entry in known if entry not in positives]
+    others = others[max(0, len(others) - caps.impressions) :]
+    return [(entry, bits[entry]) for entry in known if entry in positives or entry in others]
 
 
 def label_bits(label_available_ms: Sequence[int], at_ms: int) -> int:
@@ -109,21 +109,15 @@ class Windows(NamedTuple):
     rows: Ints
 
 
-def newest_known(segments: Segments, queries: Queries, *, limit: int, slack: int = 64) -> Windows:
-    """The newest `limit` known rows of each query's segment, oldest first.
+def newest_known(segments: Segments, queries: Queries, *, limit: int) -> Windows:
+    """The newest `limit` known rows of each query's segment, oldest first."""
 
-    Looks at the limit + slack newest rows before the instant: at most `slack` of them may be unavailable or of the same
-    request, more than that shortens the window.
-    """
-    stop = before(segments, queries)
-    start = np.maximum(_bound(segments.start, queries.segment), stop - limit - slack)
-    query, row = expand(start, stop)
-    known = (segments.available_ms[row] <= queries.at_ms[query]) & (
-        (segments.request[row] < 0) | (segments.request[row] != queries.request[query])
-    )
-    query, row = query[known], row[known]
-    keep = rank_from_end(query, len(queries.at_ms)) < limit
-    return _windows(query[keep], row[keep], len(queries.at_ms))
+    def choose(query: Ints, row: Ints, num_queries: int) -> _Choice:
+        keep = rank_from_end(query, num_queries) < limit
+        return _Choice(keep, _tally(query, num_queries) >= limit)
+
+    query, row = _look_back(segments, queries, limit, choose)
+    return _windows(query, row, len(queries.at_ms))
 
 
 def asof_windows(
@@ -132,7 +126,7 @@ def asof_windows(
     """LoopFM windows of many requests, and the known label bits of their rows.
 
     Args:
-        segments: annotated impressions, a segment a user, sorted by (event_ms, example_id).
+        segments: annotated impressions, a segment a user, sorted by (event_ms, example_id), each example once.
         label_available_ms: [n, K] when each objective's positive outcome became known; NEVER if it did not.
         seen: [n] the snapshot that annotated the row had learned from its label.
         queries: reads.
@@ -140,21 +134,74 @@ def asof_windows(
 
     Equal to `asof_sequence_reference` for every query.
     """
-    query, row = expand(_bound(segments.start, queries.segment), before(segments, queries))
-    at = queries.at_ms[query]
-    known = (
-        (segments.available_ms[row] <= at)
-        & (segments.request[row] != queries.request[query])
-        & ~seen[row]
-        & (segments.event_ms[row] >= at - caps.retention_ms)
-    )
-    query, row, at = query[known], row[known], at[known]
-    bits = known_bits(label_available_ms[row], at)
-    keep = np.zeros(len(row), dtype=bool)
-    for group, limit in ((bits != 0, caps.positives), (bits == 0, caps.impressions)):
-        member = np.flatnonzero(group)
-        keep[member] = rank_from_end(query[member], len(queries.at_ms)) < limit
-    return _windows(query[keep], row[keep], len(queries.at_ms)), bits[keep]
+
+    def choose(query: Ints, row: Ints, num_queries: int) -> _Choice:
+        able = ~seen[row] & (segments.event_ms[row] >= queries.at_ms[query] - caps.retention_ms)
+        known = able & (known_bits(label_available_ms[row], queries.at_ms[query]) != 0)
+        positive = _newest(known, query, num_queries, caps.positives)
+        other = _newest(able & ~positive, query, num_queries, caps.impressions)
+        num_positives = _tally(query[positive], num_queries)
+        num_others = _tally(query[other], num_queries)
+        return _Choice(
+            positive | other, (num_positives >= caps.positives) & (num_others >= caps.impressions)
+        )
+
+    query, row = _look_back(segments, queries, caps.impressions + caps.positives, choose)
+    bits = known_bits(label_available_ms[row], queries.at_ms[query])
+    return _windows(query, row, len(queries.at_ms)), bits
+
+
+class _Choice(NamedTuple):
+    keep: npt.NDArray[np.bool_]
+    """[rows]"""
+    full: npt.NDArray[np.bool_]
+    """[queries] no older row can be kept."""
+
+
+def _look_back(
+    segments: Segments,
+    queries: Queries,
+    width: int,
+    choose: Callable[[Ints, Ints, int], _Choice],
+) -> tuple[Ints, Ints]:
+    """Kept (query, row), by query, oldest first: looks at few rows before the instant, at more where they do not suffice.
+
+    `choose(query, row, num_queries)` picks among known rows; `query` indexes the original queries and is ascending.
+    """
+    total = len(queries.at_ms)
+    first, stop = _bound(segments.start, queries.segment), before(segments, queries)
+    pending, chosen = np.arange(total, dtype=np.int64), []
+    while len(pending):
+        start = np.maximum(first[pending], stop[pending] - width)
+        local, row = expand(start, stop[pending])
+        query = pending[local]
+        known = segments.available_ms[row] <= queries.at_ms[query]
+        own = segments.request[row]
+        known &= (own < 0) | (own != queries.request[query])
+        query, row = query[known], row[known]
+        keep, full = choose(query, row, total)
+        done = full[pending] | (start <= first[pending])
+        settled = np.zeros(total, dtype=bool)
+        settled[pending[done]] = True
+        keep &= settled[query]
+        chosen.append((query[keep], row[keep]))
+        pending, width = pending[~done], width * 4 + 16
+    query = np.concatenate([part[0] for part in chosen] or [np.zeros(0, np.int64)])
+    row = np.concatenate([part[1] for part in chosen] or [np.zeros(0, np.int64)])
+    order = np.argsort(query, kind="stable") if len(chosen) > 1 else slice(None)
+    return query[order], row[order]
+
+
+def _newest(member: npt.NDArray[np.bool_], query: Ints, num_queries: int, limit: int) -> npt.NDArray[np.bool_]:
+    """The last `limit` members of each query."""
+    keep = np.zeros(len(member), dtype=bool)
+    rows = np.flatnonzero(member)
+    keep[rows[rank_from_end(query[rows], num_queries) < limit]] = True
+    return keep
+
+
+def _tally(query: Ints, num_queries: int) -> Ints:
+    return np.bincount(query, minlength=num_queries)
 
 
 def known_bits(label_available_ms: Ints, at_ms: Ints) -> npt.NDArray[np.int32]:
@@ -189,7 +236,7 @@ def expand(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 
 
 def rank_from_end(query: Ints, num_queries: int) -> Ints:
-    """For rows grouped by query in order: 0 for the last row of its query, 1 for the one before, …"""
+    """For rows grouped by query in order: 0 for the last of its query, 1 for the one before."""
     stop = np.cumsum(np.bincount(query, minlength=num_queries))
     return np.asarray(stop[query] - 1 - np.arange(len(query)), dtype=np.int64)
 
