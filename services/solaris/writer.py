@@ -50,16 +50,18 @@ class PairWriter:
         self._space_id = space_id
         self._dim = dim
 
-    def write(self, pairs: Iterable[NewPair]) -> int:
+    def write(self, pairs: Iterable[NewPair]) -> list[NewPair]:
         """Writes pairs, one read and one write a user.
 
         Returns:
-            How many were new; the others had been written before, or a newer one had.
+            Those that were new; the others had been written before, or a newer one had.
         """
         by_user: dict[int, list[NewPair]] = defaultdict(list)
         for new in pairs:
             by_user[new.user_key].append(new)
-        return sum(self._write_user(user_key, mine) for user_key, mine in by_user.items())
+        return [
+            new for user_key, mine in by_user.items() for new in self._write_user(user_key, mine)
+        ]
 
     def fresh(
         self, user_key: int, ad_keys: Sequence[int], *, now_ms: int, model_version: str
@@ -74,7 +76,7 @@ class PairWriter:
             for pair in stored
         ]
 
-    def _write_user(self, user_key: int, pairs: list[NewPair]) -> int:
+    def _write_user(self, user_key: int, pairs: list[NewPair]) -> list[NewPair]:
         newest = _newest_of_each(pairs)
         stored = self._pairs(user_key, [new.ad_key for new in newest])
         added = [
@@ -83,13 +85,13 @@ class PairWriter:
             if old is None or old.computed_ms < new.pair.computed_ms
         ]
         if not added:
-            return 0
+            return []
         values = {ad_field(new.ad_key): rows.encode_pair(new.pair) for new in added}
         values |= self._means(user_key, added)
         self._store.hset_many(
             row_key(self._space_id, user_key), values, ttl_ms=self._lifetimes.row_ms
         )
-        return len(added)
+        return added
 
     def _means(self, user_key: int, added: list[NewPair]) -> dict[str, bytes]:
         life = self._lifetimes
@@ -115,13 +117,16 @@ class PairWriter:
 
 
 def _newest_of_each(pairs: list[NewPair]) -> list[NewPair]:
-    """One pair an ad: the newest, so that a row never goes back in time within one write."""
+    """One pair an ad: the newest, so that a row never goes back in time within one write.
+
+    In an order of its own, so that sums round alike however a batch was put together.
+    """
     best: dict[int, NewPair] = {}
     for new in pairs:
         held = best.get(new.ad_key)
         if held is None or new.pair.computed_ms > held.pair.computed_ms:
             best[new.ad_key] = new
-    return list(best.values())
+    return sorted(best.values(), key=lambda new: (new.pair.computed_ms, new.ad_key))
 
 
 def _continued(mean: Mean | None, pairs: list[Pair], half_life_ms: float) -> Mean:

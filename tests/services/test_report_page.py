@@ -9,20 +9,39 @@ from services.demo.page import render
 
 
 def _report() -> dict[str, Any]:
-    arms = {arm: {"ne": 0.9 - 0.01 * i, "auc": 0.7 + 0.01 * i, "rows": 1234} for i, arm in enumerate(("A0", "A3", "FM"))}
+    arms = {
+        arm: {"ne": 0.9 - 0.01 * i, "auc": 0.7 + 0.01 * i, "rows": 1234}
+        for i, arm in enumerate(("A0", "A3", "FM"))
+    }
     return {
         "dataset": "a <b>world</b>",
         "note": "made for a test",
-        "evaluation": {"feed": {"click": arms, "conversion": {"A0": {"ne": None, "auc": None, "rows": 3}}}},
+        "evaluation": {
+            "feed": {"click": arms, "conversion": {"A0": {"ne": None, "auc": None, "rows": 3}}}
+        },
         "bayes": {"feed": {"click": {"ne": 0.81}}},
-        "coverage": {"exact": 0.4, "ad_group": 0.3, "similar_users": 0.0, "user": 0.2, "default": 0.1},
+        "coverage": {
+            "exact": 0.4,
+            "ad_group": 0.3,
+            "similar_users": 0.0,
+            "user": 0.2,
+            "default": 0.1,
+        },
         "latency_ms": {"rank": {"p50": 3.25, "p99": 9.5}},
         "flops_per_example": 31_000_000.0,
         "mfu": 0.31,
         "stage_seconds": {"train": 61.0},
         "trace": {
             "trace_id": "abcd",
-            "spans": [{"service": "router", "name": "Rank", "depth": 0, "offset_ms": 0.0, "duration_ms": 3.2}],
+            "spans": [
+                {
+                    "service": "router",
+                    "name": "Rank",
+                    "depth": 0,
+                    "offset_ms": 0.0,
+                    "duration_ms": 3.2,
+                }
+            ],
         },
     }
 

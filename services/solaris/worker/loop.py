@@ -317,8 +317,8 @@ class Worker:
         with span("solaris.write"):
             self._changes.append(pairs)
             written = self._writer.write(pairs)
-        self._ledger.add(WORKED, "written", written)
-        self._ledger.add_in_hour(WRITTEN_IN, [new.pair.computed_ms for new in pairs])
+        self._ledger.add(WORKED, "written", len(written))
+        self._ledger.add_in_hour(WRITTEN_IN, [new.pair.computed_ms for new in written])
 
     def _acknowledge(self, entry_ids: Sequence[str]) -> None:
         if entry_ids:
