@@ -117,10 +117,18 @@ class AggregateSet:
         mixed = 0
         for number, part in enumerate(group.parts):
             value = surface if part < 0 else ad_ids[part]
-            if value == ABSENT:
+            if value == ABSENT or (part < 0 and surface < 0):
                 return None
             mixed = value if number == 0 else _mix(mixed, value)
         return mixed
+
+    def shared_keys(self, surface: int, ad_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """(group, key) of every shared row that a fact or a candidate touches: what an online store must fetch."""
+        return [
+            (index, key)
+            for index, group in enumerate(self.groups)
+            if not group.per_user and (key := self.key(group, surface, ad_ids)) is not None
+        ]
 
     def apply(self, fact: Fact, user_rows: list[dict[int, Slots]], shared: list[dict[int, Slots]]) -> None:
         """Counts one fact; rows that it needs are made."""
@@ -153,6 +161,27 @@ class AggregateSet:
             key = self.key(group, surface, ad_ids) if rows else None
             slots = rows.get(key) if key is not None else None
             out.extend(slots if slots is not None else _zeros(group.width))
+
+    def snapshots(
+        self,
+        surface: int,
+        ad_ids: Sequence[Sequence[int]],
+        user_rows: list[dict[int, Slots]] | None,
+        shared: list[dict[int, Slots]],
+    ) -> npt.NDArray[np.float64]:
+        """Slots [N, num_slots] of N candidates of one user: `snapshot` of each, a group at a time."""
+        out = np.zeros((len(ad_ids), self.num_slots))
+        for index, group in enumerate(self.groups):
+            rows = (user_rows[index] if user_rows else {}) if group.per_user else shared[index]
+            if not rows or not group.width:
+                continue
+            asked = ad_ids if any(part >= 0 for part in group.parts) else ad_ids[:1]
+            absent = _zeros(group.width)
+            found = [
+                absent if (key := self.key(group, surface, row)) is None else rows.get(key, absent) for row in asked
+            ]
+            out[:, self.starts[index] : self.starts[index + 1]] = np.array(found).reshape(-1, group.width)
+        return out
 
     def user_statistics(self, slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """User-side aggregates [n, columns in layout order] from slots [n, num_slots] as of `now_ms` [n]."""
