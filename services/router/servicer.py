@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 from gem.router.v1 import router_service_pb2 as wire
 from gem.router.v1 import router_service_pb2_grpc
 from gem.router.v1.route_table_pb2 import Arm, RouteTable, SurfaceRoutes
@@ -276,21 +277,17 @@ def _describe(asked: Asked, route: Route) -> None:
 def _response(
     asked: Asked, scored: Scored, ranking: Ranking, route_version: int
 ) -> wire.RankResponse:
-    columns = {name: values.tolist() for name, values in scored.answer.probabilities.items()}
+    chances = _chances(scored.answer.probabilities, len(asked.ad_ids))
     values, fallback = ranking.values.tolist(), ranking.fallback.tolist()
-    levels = scored.inputs.levels.tolist()
+    levels = (scored.inputs.levels + 1).tolist()
     return wire.RankResponse(
         request_id=asked.request_id,
         ads=[
             wire.RankedAd(
                 ad_id=asked.ad_ids[index],
                 value=values[index],
-                probabilities={
-                    name: column[index]
-                    for name, column in columns.items()
-                    if math.isfinite(column[index])
-                },
-                level=levels[index] + 1,
+                probabilities=chances[index],
+                level=levels[index],
                 fallback=fallback[index],
                 candidate_index=index,
             )
@@ -302,3 +299,17 @@ def _response(
         route_version=route_version,
         trace_id=telemetry.trace_id(),
     )
+
+
+def _chances(
+    probabilities: Mapping[str, npt.NDArray[np.float32]], num_candidates: int
+) -> list[dict[str, float]]:
+    """Objective → probability of each candidate, without those that are no numbers: JSON has none for them."""
+    if not probabilities:
+        return [{} for _ in range(num_candidates)]
+    names, columns = list(probabilities), [values.tolist() for values in probabilities.values()]
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    lacking = ~np.isfinite(np.stack(list(probabilities.values()))).all(axis=0)
+    for index in np.flatnonzero(lacking).tolist():
+        rows[index] = {name: p for name, p in rows[index].items() if math.isfinite(p)}
+    return rows

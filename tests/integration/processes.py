@@ -84,7 +84,8 @@ class Processes:
     ) -> Process:
         """Start `python -m module` with GEM_LISTEN on a loopback port; returns at once."""
         port = port or free_port()
-        env = {"GEM_LISTEN": f"127.0.0.1:{port}", "OTEL_SERVICE_NAME": name or module, **env}
+        own = {"GEM_LISTEN": f"127.0.0.1:{port}", "OTEL_SERVICE_NAME": name or module}
+        env = {**env, **{key: value for key, value in own.items() if not env.get(key)}}
         log = self._folder / f"{len(self._started)}-{name or module}.log"
         with log.open("wb") as output:
             popen = subprocess.Popen(

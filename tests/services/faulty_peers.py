@@ -23,7 +23,7 @@ from feature_store.ids import key_of
 from feature_store.layout import Layout
 from feature_store.spec import Spec, load_spec
 from feature_store.wire import pack_tensor
-from services.router import inference
+from services.router import inference, policy
 from services.router.absent import Absent
 from services.router.asked import Asked
 from services.router.inference import MODEL_INFER
@@ -50,6 +50,38 @@ aggregates:
 SPACE = "00000000000000a1"
 DIM, LOOPFM_DIM = 8, 32
 HANG_SECONDS = 20.0
+ROUTES = f"""
+version: {{version}}
+surfaces:
+  feed:
+    salt: feed
+    value_weights: {{{{click: 1.0, buy: 10.0}}}}
+    speculation_top: {{top}}
+    arms:
+      - {{{{name: A0, model: plain, weight: 5000}}}}
+      - name: A3
+        model: full
+        weight: 5000
+        loopfm: true
+        loopfm_space_id: "{SPACE}"
+        loopfm_dim: {LOOPFM_DIM}
+        solaris: true
+        solaris_space_id: "{SPACE}"
+        solaris_dim: {DIM}
+      - {{{{name: next, model: next, shadow: true}}}}
+"""
+
+
+def user_of_arm(name: str) -> str:
+    """A user whom the table puts into an arm."""
+    for number in range(100):
+        bucket = policy.bucket_of(key_of(f"user-{number}", 2), salt="feed")
+        if (bucket < 5000) == (name == "A0"):
+            return f"user-{number}"
+    raise AssertionError(name)
+
+
+USER = {name: user_of_arm(name) for name in ("A0", "A3")}
 
 
 def write_spec(folder: Path) -> Spec:
@@ -71,6 +103,7 @@ class FaultyPeers:
         self.faults: dict[str, str] = {}
         self.infer_requests: list[Any] = []
         self.state_requests: list[sequence.GetUserStateRequest] = []
+        self.headers: list[dict[str, str]] = []
         self._release = threading.Event()
         self._absent = Absent(Layout(spec), spec.surfaces)
         self._pool = ThreadPoolExecutor(16)
@@ -96,6 +129,7 @@ class FaultyPeers:
 
     def fail(self, name: str, context: grpc.ServicerContext) -> str:
         """Do what the fault of `name` says; returns it if it is a lie rather than a failure."""
+        self.headers.append({key: str(value) for key, value in context.invocation_metadata()})
         fault = self.faults.get(name, "")
         if fault == "hang":
             self._release.wait(HANG_SECONDS)

@@ -29,7 +29,6 @@ from feature_store.errors import (
 )
 from feature_store.ids import ABSENT, key_of
 from feature_store.wire import unpack_tensor
-from services.router import policy
 from services.router.assembly import build
 from services.router.settings import RouterSettings, targets_by_model
 from services.runtime import client
@@ -39,7 +38,8 @@ from services.runtime.server import ServerSettings, running
 from tests.services.faulty_peers import (
     DIM,
     LOOPFM_DIM,
-    SPACE,
+    ROUTES,
+    USER,
     FaultyPeers,
     shapes_sent,
     tensor_sent,
@@ -53,26 +53,6 @@ SEQUENCE, SOLARIS, LOOPFM, VERTICAL = (
     DegradedInput.DEGRADED_INPUT_LOOPFM,
     DegradedInput.DEGRADED_INPUT_VERTICAL,
 )
-ROUTES = f"""
-version: {{version}}
-surfaces:
-  feed:
-    salt: feed
-    value_weights: {{{{click: 1.0, buy: 10.0}}}}
-    speculation_top: {{top}}
-    arms:
-      - {{{{name: A0, model: plain, weight: 5000}}}}
-      - name: A3
-        model: full
-        weight: 5000
-        loopfm: true
-        loopfm_space_id: "{SPACE}"
-        loopfm_dim: {LOOPFM_DIM}
-        solaris: true
-        solaris_space_id: "{SPACE}"
-        solaris_dim: {DIM}
-      - {{{{name: next, model: next, shadow: true}}}}
-"""
 
 
 @dataclass
@@ -107,18 +87,6 @@ class Router:
         with open_stream(self.store, stream) as opened:
             claimed = opened.claim("test", "reader", limit=1000, block_ms=0)
         return [message.FromString(item[1]) for item in claimed]
-
-
-def user_of_arm(name: str) -> str:
-    """A user whom the table puts into an arm."""
-    for number in range(100):
-        bucket = policy.bucket_of(key_of(f"user-{number}", 2), salt="feed")
-        if (bucket < 5000) == (name == "A0"):
-            return f"user-{number}"
-    raise AssertionError(name)
-
-
-USER = {name: user_of_arm(name) for name in ("A0", "A3")}
 
 
 @pytest.fixture
