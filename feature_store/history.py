@@ -91,9 +91,9 @@ class Shape:
         return xxhash.xxh32_intdigest(repr((self.dtype.descr, self.windows, self.retention_ms)).encode())
 
     def entries(
-        self, ids: Sequence[bytes], *, requests: Sequence[str] | None = None, **columns: npt.ArrayLike
+        self, names: Sequence[bytes], /, *, requests: Sequence[str] | None = None, **columns: npt.ArrayLike
     ) -> Entries:
-        """Entries [n] from 16-byte ids, names of requests ("" for none) and columns; no outcome is known of them yet.
+        """Entries [n] from 16-byte event ids, names of requests ("" for none) and columns; no outcome is known of them yet.
 
         Raises:
             ValueError: an id is not 16 bytes, or a column is unknown or missing.
@@ -101,9 +101,9 @@ class Shape:
         lacking = {*(self.dtype.names or ())} - {*_MADE, *columns}
         if lacking:
             raise ValueError(f"columns {sorted(lacking)} are missing; an entry needs them all")
-        rows = np.zeros(len(ids), dtype=self.dtype)
-        rows["high"], rows["low"] = words(ids)
-        rows["request"] = [request_number(name) for name in requests or [""] * len(ids)]
+        rows = np.zeros(len(names), dtype=self.dtype)
+        rows["high"], rows["low"] = words(names)
+        rows["request"] = [request_number(name) for name in requests or [""] * len(names)]
         rows["label_ms"] = NEVER
         for name, values in columns.items():
             rows[name] = values
