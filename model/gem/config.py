@@ -1,0 +1,82 @@
+"""Sizes and switches of the foundation model.
+
+Knows what fits together. Does not know data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Part = Literal["attention", "pffn", "pooling"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemConfig:
+    """Shape of a Kunlun foundation model; the presets are in `model.gem.presets`."""
+
+    width: int = 32
+    """D, of tokens."""
+    heads: int = 2
+    layers: int = 2
+    schedule: Literal["compskip", "full"] = "compskip"
+    """compskip: even layers run PFFN and pooling, odd ones attention; full: every layer runs all."""
+    summary_tokens: int = 8
+    """Tokens of the context summary: the keys of the PFFN."""
+    seeds: int = 16
+    sequence_tokens: int = 4
+    """Tokens of the sequence summary."""
+    kron_terms: int = 2
+    block: int = 8
+    """Tokens of an attention block."""
+    radius: int = 0
+    """Blocks attended on each side."""
+    experts: int = 1
+    combine: Literal["sum", "concat"] = "sum"
+    factor_tokens: int = 4
+    linear_tokens: int = 4
+    rank: int = 4
+    """Columns that the factorization machine compresses to."""
+    hidden: int = 64
+    """Width of the experts' MLP, and of the heads'."""
+    id_width: int = 8
+    """Width of an id's embedding."""
+    bins: int = 16
+    """Bins of a dense feature."""
+    user_tokens: int = 3
+    ad_tokens: int = 3
+    max_events: int = 256
+    """Newest events kept."""
+    time_scale_seconds: int = 3600
+    pffn_context: Literal["candidate", "request"] = "request"
+    """candidate: the history is encoded anew for every candidate; request: once, and candidates read it."""
+    fresh_summary: bool = True
+    """Pool once more in the last layer, so that the heads read a current summary."""
+    rotate_values: bool = False
+    id_dropout: float = 0.1
+    """Share of ids replaced by unknown in training."""
+    dropout: float = 0.0
+    """On the input of the heads, in training."""
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width {self.width} is not divisible by 2 · heads = {2 * self.heads}; rotary pairs need even heads; "
+                f"try width={2 * self.heads * max(1, round(self.width / (2 * self.heads)))}"
+            )
+        if self.seeds <= self.sequence_tokens:
+            raise ValueError(f"seeds {self.seeds} must exceed sequence_tokens {self.sequence_tokens}")
+        for name in ("layers", "block", "experts", "summary_tokens", "max_events", "bins"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.id_dropout < 1 or not 0 <= self.dropout < 1 or self.radius < 0:
+            raise ValueError("id_dropout and dropout must lie in [0, 1), radius must not be negative")
+
+    def parts(self, layer: int) -> frozenset[Part]:
+        """What the sequence module of a layer runs (CompSkip; layer 0 always pools)."""
+        if self.schedule == "full":
+            return frozenset({"attention", "pffn", "pooling"})
+        last = self.fresh_summary and layer == self.layers - 1
+        if layer % 2 == 0:
+            return frozenset({"pffn", "pooling"})
+        return frozenset({"attention", "pooling"}) if last else frozenset({"attention"})

@@ -1,0 +1,132 @@
+"""One Kunlun layer: tokens cross, the sequence is summarized, conditioned and attended.
+
+Knows X, S and their summaries. Does not know features, time or heads.
+
+R requests, N candidates (N = R in candidate mode), T events packed, D width; X [N, t, D] tokens of a candidate,
+C [R, c, D] tokens of a request, S [T, D] events, H [R, K, D] summary of the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.gem.config import GemConfig
+from model.kernels.block_attention import Blocks, block_attention
+from model.kernels.gdpa import gdpa
+from model.nn.interaction import MixtureOfWukongExperts, WeightGen
+from model.nn.jagged import Jagged
+from model.nn.norm import layer_norm, rms_norm
+from model.nn.pooling import HierarchicalSeedPooling
+from model.nn.time import rotate
+
+
+class Sequence(NamedTuple):
+    """The events of a batch, newest first, and their index maps."""
+
+    values_TD: Tensor
+    layout: Jagged
+    blocks: Blocks
+    angles: Tensor
+    """[T, d_h/2] rotary temporal angles."""
+
+
+class PersonalizedFeedForward(nn.Module):
+    """PFFN in its GDPA form: each request's context makes the weights (Kunlun §PFFN; block order as Meta's norm fusion).
+
+    ln = LayerNorm(S); u = GDPA(ln, K(X_sum), V(X_sum)) + ln; S' = RMSNorm(u) + S, norms over all heads together.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+
+    def forward(self, s_TD: Tensor, summary_RMD: Tensor, layout: Jagged) -> Tensor:
+        """[T, D]"""
+        normal = layer_norm(s_TD)
+        k = rms_norm(self.key(summary_RMD).unflatten(-1, (self.heads, -1)))
+        v = self.value(summary_RMD).unflatten(-1, (self.heads, -1))
+        q = rms_norm(normal.unflatten(-1, (self.heads, -1)))
+        return rms_norm(gdpa(q, k, v, layout).flatten(1) + normal) + s_TD
+
+
+class BlockSelfAttention(nn.Module):
+    """Pre-norm block attention with rotary temporal angles on Q and K (on V too if asked), QK-norm, residual."""
+
+    def __init__(self, width: int, heads: int, *, rotate_values: bool) -> None:
+        super().__init__()
+        self.heads, self.rotate_values = heads, rotate_values
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, s: Sequence) -> Tensor:
+        """[T, D]"""
+        qkv = self.qkv(rms_norm(s.values_TD)).unflatten(-1, (3 * self.heads, -1))
+        q, k, v = qkv.chunk(3, dim=1)
+        q, k = rotate(rms_norm(q), s.angles), rotate(rms_norm(k), s.angles)
+        v = rotate(v, s.angles) if self.rotate_values else v
+        return s.values_TD + self.out(block_attention(q, k, v, s.layout, s.blocks).flatten(1))
+
+
+class KunlunLayer(nn.Module):
+    """Interaction block, then the parts of the transformer block that the schedule gives this layer.
+
+    The summary that a skipped pooling leaves is the previous one, in the graph: heads and later layers train it.
+    """
+
+    def __init__(self, config: GemConfig, layer: int, *, tokens: int, context_tokens: int) -> None:
+        super().__init__()
+        parts, width = config.parts(layer), config.width
+        self.candidate_summary = WeightGen(tokens, config.summary_tokens, width)
+        self.interaction = MixtureOfWukongExperts(
+            config.summary_tokens + config.sequence_tokens,
+            width,
+            experts=config.experts,
+            factors=config.factor_tokens,
+            linear=config.linear_tokens,
+            rank=config.rank,
+            hidden=config.hidden,
+            combine=config.combine,
+        )
+        self.pooling = _pooling(config) if "pooling" in parts else None
+        self.pffn = PersonalizedFeedForward(width, config.heads) if "pffn" in parts else None
+        self.attention = (
+            BlockSelfAttention(width, config.heads, rotate_values=config.rotate_values) if "attention" in parts else None
+        )
+        separate = self.pffn is not None and config.pffn_context == "request"
+        self.context_summary = (
+            WeightGen(context_tokens + config.sequence_tokens, config.summary_tokens, width) if separate else None
+        )
+
+    def forward(
+        self, x_NtD: Tensor, c_RcD: Tensor, s: Sequence, h_RKD: Tensor | None, request_N: Tensor
+    ) -> tuple[Tensor, Sequence, Tensor]:
+        """(X', S', H): both blocks read the inputs of the layer."""
+        if self.pooling is not None:
+            h_RKD = self.pooling(s.values_TD, s.layout)
+        assert h_RKD is not None, "layer 0 pools"
+        summary = self.candidate_summary(x_NtD)
+        crossed = self.interaction(torch.cat([summary, h_RKD[request_N]], dim=1))
+        values = s.values_TD
+        if self.pffn is not None and len(values):
+            context = summary
+            if self.context_summary is not None:
+                context = self.context_summary(torch.cat([c_RcD, h_RKD], dim=1))
+            values = self.pffn(values, context, s.layout)
+        if self.attention is not None and len(values):
+            values = self.attention(s._replace(values_TD=values))
+        return crossed, s._replace(values_TD=values), h_RKD
+
+
+def _pooling(config: GemConfig) -> HierarchicalSeedPooling:
+    return HierarchicalSeedPooling(
+        config.width,
+        heads=config.heads,
+        seeds=config.seeds,
+        tokens=config.sequence_tokens,
+        terms=config.kron_terms,
+    )

@@ -1,0 +1,60 @@
+"""Whole configurations by name: `python -m services.trainer model.gem.presets:tiny`.
+
+Knows sizes that were tried. Does not know data.
+"""
+
+from __future__ import annotations
+
+from model.gem.config import GemConfig
+
+
+def tiny() -> GemConfig:
+    """For tests and small machines: 2 layers of width 32."""
+    return GemConfig()
+
+
+def public_s() -> GemConfig:
+    """For public logs with histories of about 100 events."""
+    return GemConfig(
+        width=64,
+        heads=4,
+        layers=4,
+        summary_tokens=8,
+        seeds=32,
+        sequence_tokens=8,
+        kron_terms=4,
+        block=16,
+        radius=1,
+        experts=2,
+        factor_tokens=8,
+        linear_tokens=8,
+        rank=16,
+        hidden=256,
+        id_width=16,
+        user_tokens=4,
+        ad_tokens=4,
+    )
+
+
+def public_m() -> GemConfig:
+    """For histories of 500 to 1000 events."""
+    return GemConfig(
+        width=128,
+        heads=4,
+        layers=4,
+        summary_tokens=16,
+        seeds=64,
+        sequence_tokens=16,
+        kron_terms=8,
+        block=64,
+        radius=1,
+        experts=2,
+        factor_tokens=16,
+        linear_tokens=16,
+        rank=24,
+        hidden=512,
+        id_width=32,
+        user_tokens=6,
+        ad_tokens=6,
+        max_events=1024,
+    )

@@ -1,0 +1,45 @@
+"""Softmax attention of dense queries over jagged keys: seeds that pool a sequence, candidates that read a history.
+
+Knows heads and lengths. Does not know what queries stand for. A sequence without keys gives zeros.
+
+R sequences, Q queries a sequence (or once for all: broadcast), T keys packed, H heads, d width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.nn.jagged import Jagged, pad
+
+
+def jagged_attention(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged) -> Tensor:
+    """[R, Q, H, d]; `q_RQHd` may have one row, which every sequence shares."""
+    rows, shared = layout.num_sequences, len(q_RQHd) == 1
+    out = q_RQHd.new_zeros(rows, *q_RQHd.shape[1:])
+    for bucket in layout.buckets:
+        q = (q_RQHd.expand(len(bucket.rows), -1, -1, -1) if shared else q_RQHd[bucket.rows]).transpose(1, 2)
+        k, v = pad(k_THd, bucket).transpose(1, 2), pad(v_THd, bucket).transpose(1, 2)
+        read = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.valid[:, None, None, :])
+        out = out.index_copy(0, bucket.rows, read.transpose(1, 2))
+    return out
+
+
+def jagged_attention_reference(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged) -> Tensor:
+    """The definition, a sequence at a time."""
+    out = []
+    for row in range(layout.num_sequences):
+        part = slice(int(layout.offsets[row]), int(layout.offsets[row + 1]))
+        q, k, v = q_RQHd[min(row, len(q_RQHd) - 1)], k_THd[part], v_THd[part]
+        if not len(k):
+            out.append(torch.zeros_like(q))
+            continue
+        scores = torch.einsum("qhd,thd->hqt", q, k) / q.shape[-1] ** 0.5
+        out.append(torch.einsum("hqt,thd->qhd", scores.softmax(-1), v))
+    return torch.stack(out) if out else q_RQHd.new_zeros(0, *q_RQHd.shape[1:])
+
+
+def jagged_attention_flops(num_keys: int, num_queries: int, width: int) -> int:
+    """Forward FLOPs of the two products over actual lengths, `width` = H · d, `num_queries` a sequence."""
+    return 4 * num_keys * num_queries * width
