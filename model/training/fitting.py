@@ -1,0 +1,195 @@
+"""Runs training steps over rows: order, prefetch, checkpoints, progress and speed.
+
+Knows steps and clocks. Does not know what is trained, nor why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from feature_store.batch import FeatureBatch, Targets
+from feature_store.errors import FailedPrecondition, InvalidInput
+from model.training import checkpoint
+from model.training.checkpoint import Checkpoint
+from model.training.learner import Learner, StepLog
+from model.training.parallel import Processes
+from model.training.quarantine import Quarantine
+from model.training.rows import RowSource
+from model.training.state import BatchOrder
+from model.training.throughput import TRAINING_FACTOR
+
+Flops = Callable[[FeatureBatch], float]
+"""Forward model FLOPs of a batch, over its actual lengths."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitConfig:
+    """How rows become steps."""
+
+    batch_requests: int = 128
+    """Requests of a step over all processes."""
+    window_requests: int = 8192
+    """Requests that are shuffled among themselves; time order is kept beyond."""
+    epochs: int = 1
+    table_epochs: int = 1
+    """Passes in which embedding tables learn. Ids overfit from their second pass on while dense weights still gain, so
+    tables are frozen after the first by default."""
+    seed: int = 0
+    checkpoint_steps: int = 0
+    """Steps between checkpoints; 0 writes none."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_requests", 1), ("window_requests", 1), ("epochs", 1), ("table_epochs", 0)):
+            if getattr(self, name) < least:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.checkpoint_steps < 0:
+            raise InvalidInput(f"checkpoint_steps is {self.checkpoint_steps}; it must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run is."""
+
+    step: int
+    """Steps done."""
+    num_steps: int
+    loss: float
+    rows_per_second: float
+    flops_per_second: float
+    mfu: float
+    """Of the measured ceiling; 0 if there is none."""
+    eta_seconds: float
+    skipped: int
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(slots=True)
+class FitLog:
+    """What a run did."""
+
+    losses: list[float] = field(default_factory=list)
+    last: StepLog | None = None
+    rows: int = 0
+    """Candidates trained on by this process."""
+    flops: float = 0.0
+    """Model FLOPs of this process, forward and backward."""
+    seconds: float = 0.0
+    skipped: int = 0
+    first_step: int = 0
+    """Step at which it began: 0 unless it was resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a run keeps its checkpoints, and what a resumed one must agree with."""
+
+    folder: Path
+    facts: dict[str, str]
+
+
+def fit(
+    learner: Learner,
+    rows: RowSource,
+    config: FitConfig,
+    *,
+    quarantine: Quarantine,
+    flops: Flops = lambda batch: 0.0,
+    ceiling: float = 0.0,
+    place: Place | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    until_step: int | None = None,
+) -> FitLog:
+    """Trains to the end of the rows, or to `until_step`; goes on from the newest checkpoint at `place` if there is one.
+
+    Raises:
+        FailedPrecondition: the checkpoint belongs to a run with another configuration or spec.
+    """
+    order = BatchOrder(
+        num_rows=len(rows), batch_rows=config.batch_requests, window_rows=config.window_requests,
+        seed=config.seed, epochs=config.epochs,
+    )  # fmt: skip
+    log = FitLog(first_step=_resumed(learner, place))
+    log.skipped = learner.skipped
+    last = order.num_steps if until_step is None else min(until_step, order.num_steps)
+    start = time.perf_counter()
+    for step, batch, targets in _batches(rows, order, range(log.first_step, last), learner.processes):
+        batch, targets = quarantine.clean(batch, targets)
+        freeze = order.epoch(step) >= config.table_epochs
+        done = learner.step(step, order.num_steps, batch, targets, freeze_tables=freeze)
+        _count(log, done, learner, targets, TRAINING_FACTOR * flops(batch), time.perf_counter() - start)
+        on_progress(_progress(log, order.num_steps, ceiling, learner.processes.world_size))
+        if place and config.checkpoint_steps and (step + 1) % config.checkpoint_steps == 0:
+            save(learner, place, step + 1)
+    return log
+
+
+def save(learner: Learner, place: Place, step: int) -> None:
+    """Writes a checkpoint after `step` steps, once for all processes."""
+    if learner.processes.leads:
+        optimizer = {**learner.optimizer.state()}
+        facts = {**place.facts, "skipped": str(learner.skipped)}
+        checkpoint.save(place.folder, Checkpoint(step, learner.model.state_dict(), optimizer, facts))
+    learner.processes.barrier()
+
+
+def _resumed(learner: Learner, place: Place | None) -> int:
+    if place is None or not (place.folder / "latest").exists():
+        return 0
+    found = checkpoint.load(place.folder)
+    wrong = [
+        f"{name}: {found.facts.get(name)} → {value}" for name, value in place.facts.items() if found.facts.get(name) != value
+    ]
+    if wrong:
+        raise FailedPrecondition(f"the checkpoint at {place.folder} is of another run ({'; '.join(wrong)}); choose another folder")
+    checkpoint.load_state(learner.model, found.model)
+    learner.optimizer.load(found.optimizer)
+    learner.skipped = int(found.facts.get("skipped", "0"))
+    return found.step
+
+
+def _batches(
+    rows: RowSource, order: BatchOrder, steps: Sequence[int], processes: Processes
+) -> Iterator[tuple[int, FeatureBatch, Targets]]:
+    """The process's share of each step; the next one is gathered while the last is trained on."""
+    if not steps:
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="gather") as pool:
+        ahead = pool.submit(rows.batch, processes.share(order.rows(steps[0])))
+        for index, step in enumerate(steps):
+            batch, targets = ahead.result()
+            if index + 1 < len(steps):
+                ahead = pool.submit(rows.batch, processes.share(order.rows(steps[index + 1])))
+            yield step, batch, targets
+
+
+def _count(log: FitLog, done: StepLog, learner: Learner, targets: Targets, flops: float, seconds: float) -> None:
+    log.losses.append(done.loss)
+    log.last, log.skipped = done, learner.skipped
+    log.rows += len(targets.labels)
+    log.flops += flops
+    log.seconds = seconds
+
+
+def _progress(log: FitLog, num_steps: int, ceiling: float, world_size: int) -> Progress:
+    assert log.last is not None
+    done = log.last.step + 1
+    per_step = log.seconds / max(1, done - log.first_step)
+    speed = log.flops / max(log.seconds, 1e-9)
+    return Progress(
+        step=done,
+        num_steps=num_steps,
+        loss=float(np.mean(log.losses[-20:])),
+        rows_per_second=world_size * log.rows / max(log.seconds, 1e-9),
+        flops_per_second=world_size * speed,
+        mfu=speed / ceiling if ceiling else 0.0,
+        eta_seconds=per_step * (num_steps - done),
+        skipped=log.skipped,
+    )

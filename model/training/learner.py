@@ -1,0 +1,110 @@
+"""Takes one training step: losses of this process's rows, gradients of everyone's, one move of the weights.
+
+Knows terms of a loss, processes and the optimizer. Does not know what the model is, nor where rows come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from feature_store.batch import FeatureBatch, Targets
+from model.training.loss import Sums, total
+from model.training.optimizers import Optimizer, OptimizerConfig
+from model.training.parallel import Processes
+
+
+class Criterion(Protocol):
+    """What a model is trained to make small: Σ over terms and columns of w·Σδℓ/Σδ."""
+
+    @property
+    def weights(self) -> Mapping[str, tuple[float, ...]]:
+        """Terms by name, with the weight of each of their columns; the same for every batch."""
+
+    def __call__(self, batch: FeatureBatch, targets: Targets) -> Mapping[str, Sums]:
+        """The terms for a batch that has rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLog:
+    """What a step did, over all processes."""
+
+    step: int
+    loss: float
+    terms: Mapping[str, tuple[float, ...]]
+    """Mean of each column of each term; 0 where nothing was settled."""
+    weights: Mapping[str, tuple[float, ...]]
+    """Settled rows of each column."""
+    gradient_norm: float
+    moved: bool
+    """False: the gradient was not finite, weights are as before."""
+
+
+class Learner:
+    """A model in training."""
+
+    def __init__(
+        self, model: nn.Module, criterion: Criterion, config: OptimizerConfig, processes: Processes, *, seed: int = 0
+    ) -> None:
+        self.model, self.criterion, self.processes = model, criterion, processes
+        self.optimizer = Optimizer(model, config)
+        self.skipped = 0
+        """Steps whose gradient was not finite."""
+        self._seed = seed
+        processes.copy_from_first([*model.parameters(), *model.buffers()])
+
+    def step(
+        self, step: int, num_steps: int, batch: FeatureBatch, targets: Targets, *, freeze_tables: bool = False
+    ) -> StepLog:
+        """One step on this process's share of a batch, which may be empty."""
+        self.model.train()
+        # Dropout of a step follows from its number, so that a resumed run draws what it would have drawn.
+        torch.manual_seed(((self._seed * 1_000_003 + step) * 1_009 + self.processes.rank) % 2**31)
+        self.optimizer.clear()
+        terms = self.criterion(batch, targets) if len(targets.labels) else {}
+        totals = self._totals(terms)
+        if terms:
+            torch.autograd.backward(self._loss(terms, totals))
+        self.processes.sum_gradients(self.optimizer.parameters)
+        norm, moved = self.optimizer.step(step, num_steps, freeze_tables=freeze_tables)
+        self.skipped += not moved
+        return self._log(step, totals, norm, moved)
+
+    def _totals(self, terms: Mapping[str, Sums]) -> Mapping[str, Sums]:
+        """Sums over all processes, in one collective."""
+        widths = {name: len(weights) for name, weights in self.criterion.weights.items()}
+        own = [
+            torch.stack([terms[name].loss_K.detach(), terms[name].weight_K]).double()
+            if name in terms
+            else torch.zeros(2, width, dtype=torch.float64)
+            for name, width in widths.items()
+        ]
+        summed = self.processes.sum(torch.cat(own, dim=1))
+        parts = torch.split(summed, list(widths.values()), dim=1)
+        return {name: Sums(part[0], part[1]) for name, part in zip(widths, parts, strict=True)}
+
+    def _loss(self, terms: Mapping[str, Sums], totals: Mapping[str, Sums]) -> Tensor:
+        parts = [
+            total(sums, totals[name].weight_K.to(sums.loss_K.dtype), self.criterion.weights[name])
+            for name, sums in terms.items()
+        ]
+        return torch.stack(parts).sum()
+
+    def _log(self, step: int, totals: Mapping[str, Sums], norm: float, moved: bool) -> StepLog:
+        means = {name: tuple(sums.means().tolist()) for name, sums in totals.items()}
+        return StepLog(
+            step=step,
+            loss=sum(
+                weight * mean
+                for name, weights in self.criterion.weights.items()
+                for weight, mean in zip(weights, means[name], strict=True)
+            ),
+            terms=means,
+            weights={name: tuple(sums.weight_K.tolist()) for name, sums in totals.items()},
+            gradient_norm=norm,
+            moved=moved,
+        )

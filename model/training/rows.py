@@ -1,0 +1,90 @@
+"""The rows that a run trains on: stretches of a replayed log, each label entering once, when it has settled.
+
+Knows the replay and attribution windows. Does not know models.
+
+A label is taken when its attribution window has closed by `known_by_ms`; a positive that is known early waits until then,
+so that early positives do not outnumber negatives that cannot be known yet. A run that trains day after day takes each
+label in the first stretch in which it has settled (`settled_after_ms` is the end of the stretch before).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from feature_store.asof import expand
+from feature_store.batch import FeatureBatch, Targets
+from feature_store.replay import Examples, Replay, Requests
+
+Rows = npt.NDArray[np.int64]
+
+
+class RowSource(Protocol):
+    """Requests in time order."""
+
+    def __len__(self) -> int:
+        """Number of requests."""
+
+    def batch(self, rows: Rows) -> tuple[FeatureBatch, Targets]:
+        """Some of them."""
+
+
+class ReplayRows:
+    """Requests with from_ms ≤ time < to_ms."""
+
+    def __init__(
+        self,
+        replay: Replay,
+        from_ms: int,
+        to_ms: int,
+        *,
+        requests: Requests = "request",
+        surface: str | None = None,
+        known_by_ms: int | None = None,
+        settled_after_ms: int | None = None,
+    ) -> None:
+        """`known_by_ms` is when the run is made; None knows how every outcome ended."""
+        self.replay = replay
+        known = {} if known_by_ms is None else {"known_by_ms": known_by_ms}
+        self.examples: Examples = replay.examples(from_ms, to_ms, requests=requests, surface=surface, **known)
+        self._settled_after_ms = settled_after_ms
+        spec = replay.spec.message
+        self._windows_ms = np.array([o.attribution_window_seconds * 1000 for o in spec.objectives], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def batch(self, rows: Rows) -> tuple[FeatureBatch, Targets]:
+        """Features as known at each request, and the labels that enter in this stretch."""
+        batch, targets = self.replay.batch(self.examples, rows)
+        entering_NK = self._entering(self._closed_ms(rows))
+        mask_NK = targets.label_mask & entering_NK
+        return batch, targets._replace(label_mask=mask_NK, labels=np.where(mask_NK, targets.labels, 0.0).astype(np.float32))
+
+    def trained(self) -> npt.NDArray[np.void]:
+        """Example ids [n] of which any label enters in this stretch: the run's offset log."""
+        ids = [np.zeros(0, dtype="V16")]
+        for start in range(0, len(self), 65_536):
+            rows = np.arange(start, min(start + 65_536, len(self)))
+            shown = self._shown(rows)
+            targets = self.replay._targets(self.examples, shown)  # labels alone: features are not needed here
+            enters_N = (targets.label_mask & self._entering(self._closed_ms(rows))).any(axis=1)
+            ids.append(targets.example_id[enters_N].view("V16"))
+        return np.concatenate(ids)
+
+    def _shown(self, rows: Rows) -> Rows:
+        _, at = expand(self.examples.offsets[rows], self.examples.offsets[rows + 1])
+        return self.examples.impression[at]
+
+    def _closed_ms(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """When the attribution windows [N, K] of the candidates of some requests close."""
+        closed: npt.NDArray[np.int64] = self.replay.impressions.event_ms[self._shown(rows)][:, None] + self._windows_ms
+        return closed
+
+    def _entering(self, closed_NK: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        entering = closed_NK <= self.examples.known_by_ms
+        if self._settled_after_ms is not None:
+            entering &= closed_NK > self._settled_after_ms
+        return entering

@@ -1,0 +1,69 @@
+"""Says which rows a training step takes: in time order, shuffled only within a bounded stretch.
+
+Knows numbers of rows. Does not know rows.
+
+The rows of a step follow from (seed, step) alone: a run that resumes at step n takes what it would have taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from feature_store.errors import InvalidInput
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchOrder:
+    """Steps over `num_rows` rows that lie in time order."""
+
+    num_rows: int
+    batch_rows: int
+    """Rows of a step over all processes; the last step of an epoch may have fewer."""
+    window_rows: int
+    """Rows that are shuffled among themselves; a row never moves farther. 1 keeps time order."""
+    seed: int = 0
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("batch_rows", "window_rows", "epochs"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of one pass."""
+        return -(-self.num_rows // self.batch_rows)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all passes."""
+        return self.epoch_steps * self.epochs
+
+    def epoch(self, step: int) -> int:
+        """Pass that a step belongs to, from 0."""
+        return step // max(1, self.epoch_steps)
+
+    def rows(self, step: int) -> Rows:
+        """Rows of a step.
+
+        Raises:
+            InvalidInput: there is no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise InvalidInput(f"step {step} does not exist; the run has {self.num_steps}")
+        start = step % self.epoch_steps * self.batch_rows
+        stop = min(start + self.batch_rows, self.num_rows)
+        windows = range(start // self.window_rows, (stop - 1) // self.window_rows + 1)
+        order = np.concatenate([self._window(self.epoch(step), window) for window in windows])
+        first = windows[0] * self.window_rows
+        return order[start - first : stop - first]
+
+    def _window(self, epoch: int, window: int) -> Rows:
+        start = window * self.window_rows
+        size = min(self.window_rows, self.num_rows - start)
+        return start + np.random.default_rng([self.seed, epoch, window]).permutation(size)

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from feature_store.batch import FeatureBatch, Targets
+from feature_store.errors import CorruptArtefact, FailedPrecondition, InvalidInput, NotFound
+from model.training import checkpoint
+from model.training.fitting import FitConfig, FitLog, Place, Progress, fit, save
+from model.training.learner import Learner
+from model.training.loss import Sums
+from model.training.optimizers import OptimizerConfig
+from model.training.parallel import Processes
+from model.training.quarantine import Quarantine
+from model.training.state import BatchOrder
+
+
+def _load(name: str) -> ModuleType:
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"training_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+small = _load("small")
+OPTIMIZER = OptimizerConfig(dense_rate=0.01, table_rate=0.1, warmup_steps=2)
+
+
+def learner(**model: float) -> Learner:
+    made = small.SmallModel(**model)
+    return Learner(made, small.SmallCriterion(made), OPTIMIZER, Processes(), seed=3)
+
+
+def run(who: Learner, folder: Path, rows: int = 200, **rest: object) -> FitLog:
+    config = FitConfig(batch_requests=8, window_requests=50, seed=5, **rest.pop("config", {}))  # type: ignore[arg-type]
+    return fit(who, small.SmallRows(rows), config, quarantine=Quarantine(small.small_layout(folder)), **rest)  # type: ignore[arg-type]
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 90), st.integers(1, 3), st.integers(0, 9))
+def test_every_epoch_takes_every_row_once_and_none_moves_beyond_its_window(
+    n: int, batch: int, window: int, epochs: int, seed: int
+) -> None:
+    order = BatchOrder(num_rows=n, batch_rows=batch, window_rows=window, seed=seed, epochs=epochs)
+    taken = [order.rows(step) for step in range(order.num_steps)]
+    for epoch in range(epochs):
+        own = np.concatenate([np.zeros(0, np.int64), *taken[epoch * order.epoch_steps : (epoch + 1) * order.epoch_steps]])
+        assert sorted(own) == list(range(n))
+        assert all(abs(int(row) - place) < window for place, row in enumerate(own))
+    with pytest.raises(InvalidInput, match="does not exist"):
+        order.rows(order.num_steps)
+
+
+@given(st.integers(0, 50), st.integers(1, 5))
+def test_shares_are_disjoint_and_cover_the_batch(n: int, world: int) -> None:
+    rows = np.arange(n)
+    shares = [Processes(rank=rank, world_size=world).share(rows) for rank in range(world)]
+    assert sorted(np.concatenate(shares)) == list(range(n))
+
+
+def test_training_changes_every_weight_and_lowers_the_loss(tmp_path: Path) -> None:
+    who = learner(dropout=0.0)
+    before = {name: p.detach().clone() for name, p in who.model.named_parameters()}
+    seen: list[Progress] = []
+    log = run(who, tmp_path, rows=1600, on_progress=seen.append, flops=lambda batch: 100.0, ceiling=1e9)
+    assert all((p != before[name]).any() for name, p in who.model.named_parameters())
+    assert np.mean(log.losses[-50:]) < np.mean(log.losses[:20]) - 0.05
+    assert [p.step for p in seen] == list(range(1, 201))
+    assert seen[-1].eta_seconds == 0.0
+    assert log.flops == 3 * 100.0 * 200
+    assert log.rows == 3200
+
+
+def test_rows_that_no_batch_held_keep_their_embedding(tmp_path: Path) -> None:
+    who = learner()
+    table = next(p for name, p in who.model.named_parameters() if name.startswith("ids."))
+    before = table.detach().clone()
+    run(who, tmp_path)
+    touched = (table != before).any(dim=1)
+    assert 0 < int(touched.sum()) <= 30
+    assert not touched[0]
+
+
+def test_twenty_steps_are_ten_and_ten_to_the_bit(tmp_path: Path) -> None:
+    whole, half, rest = learner(), learner(), learner()
+    straight = run(whole, tmp_path, until_step=20)
+    place = Place(folder=tmp_path / "run", facts={"spec": "a"})
+    first = run(half, tmp_path, until_step=10, place=place, config={"checkpoint_steps": 10})
+    second = run(rest, tmp_path, until_step=20, place=place, config={"checkpoint_steps": 10})
+    assert first.losses + second.losses == straight.losses
+    assert second.first_step == 10
+    for (name, one), two in zip(whole.model.state_dict().items(), rest.model.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+    for (name, one), two in zip(whole.optimizer.state().items(), rest.optimizer.state().values(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    place = Place(folder=tmp_path / "run", facts={"spec": "a"})
+    save(learner(), place, 3)
+    with pytest.raises(FailedPrecondition, match="spec: a → b"):
+        run(learner(), tmp_path, place=Place(folder=place.folder, facts={"spec": "b"}))
+
+
+def test_a_damaged_checkpoint_names_the_file_and_a_missing_one_says_so(tmp_path: Path) -> None:
+    place = Place(folder=tmp_path / "run", facts={})
+    save(learner(), place, 3)
+    file = next(place.folder.glob("step-*/model.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\0\0")
+    with pytest.raises(CorruptArtefact, match=r"model\.safetensors has digest"):
+        checkpoint.load(place.folder)
+    with pytest.raises(NotFound, match="holds no checkpoint"):
+        checkpoint.load(tmp_path)
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    place = Place(folder=tmp_path / "run", facts={})
+    who = learner()
+    for step in (1, 2, 3, 10):
+        save(who, place, step)
+    assert [path.name for path in sorted(place.folder.glob("step-*"))] == ["step-0000000003", "step-0000000010"]
+    assert checkpoint.load(place.folder).step == 10
+
+
+class Poisoned:
+    """The small criterion, with an infinite gradient at one step."""
+
+    def __init__(self, inner: object) -> None:
+        self.weights: Mapping[str, tuple[float, ...]] = {"task": (1.0, 1.0)}
+        self.calls, self._inner = 0, inner
+
+    def __call__(self, batch: FeatureBatch, targets: Targets) -> Mapping[str, Sums]:
+        self.calls += 1
+        sums = self._inner(batch, targets)["task"]  # type: ignore[operator]
+        return {"task": sums._replace(loss_K=sums.loss_K * (math.inf if self.calls == 2 else 1.0))}
+
+
+def test_an_infinite_gradient_moves_nothing_and_is_counted(tmp_path: Path) -> None:
+    model = small.SmallModel()
+    who = Learner(model, Poisoned(small.SmallCriterion(model)), OPTIMIZER, Processes())
+    rows = small.SmallRows(16)
+    logs, states = [], []
+    for step in range(3):
+        logs.append(who.step(step, 3, *rows.batch(np.arange(8))))
+        states.append({name: value.clone() for name, value in {**model.state_dict(), **who.optimizer.state()}.items()})
+    assert [log.moved for log in logs] == [True, False, True]
+    assert who.skipped == 1
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(not torch.equal(states[1][name], states[2][name]) for name in states[0])
+
+
+def test_a_batch_without_any_settled_label_moves_nothing(tmp_path: Path) -> None:
+    who = learner()
+    before = {name: p.detach().clone() for name, p in who.model.named_parameters()}
+    batch, targets = small.SmallRows(8).batch(np.arange(8))
+    log = who.step(0, 1, batch, targets._replace(label_mask=np.zeros_like(targets.label_mask)))
+    assert (log.loss, log.gradient_norm, log.weights) == (0.0, 0.0, {"task": (0.0, 0.0)})
+    assert all(torch.equal(p, before[name]) for name, p in who.model.named_parameters())
+
+
+@pytest.mark.parametrize("table_epochs", [0, 1, 2])
+def test_tables_learn_in_their_epochs_only(tmp_path: Path, table_epochs: int) -> None:
+    who = learner()
+    table = next(p for name, p in who.model.named_parameters() if name.startswith("ids."))
+    after: list[torch.Tensor] = [table.detach().clone()]
+    run(
+        who, tmp_path, rows=80, config={"epochs": 2, "table_epochs": table_epochs},
+        on_progress=lambda progress: after.append(table.detach().clone()),
+    )  # fmt: skip
+    moved = [not torch.equal(one, two) for one, two in itertools.pairwise(after)]
+    assert moved == [step < 10 * table_epochs for step in range(20)]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_an_infinite_feature_is_set_aside_with_its_name_and_row(tmp_path: Path, bad: float) -> None:
+    layout = small.small_layout(tmp_path)
+    batch, targets = small.SmallRows(4).batch(np.arange(4))
+    price = batch.ad_dense.copy()
+    price[3, 0] = bad
+    labels = targets.labels.copy()
+    labels[5, 0] = math.nan
+    lenient = Quarantine(layout)
+    clean, kept = lenient.clean(batch._replace(ad_dense=price), targets._replace(labels=labels))
+    assert (lenient.rows, dict(lenient.by_feature)) == (2, {"price": 1, "label/click": 1})
+    assert lenient.example_ids == [bytes(targets.example_id[row]).hex() for row in (3, 5)]
+    assert np.isnan(clean.ad_dense[3, 0])
+    assert kept.label_mask.any(axis=1).tolist() == [True, True, True, False, True, False, True, True]
+    assert np.isfinite(kept.labels).all()
+    with pytest.raises(InvalidInput, match=r"example 01010101.* is not finite in \['price'\]"):
+        Quarantine(layout, strict=True).clean(batch._replace(ad_dense=price), targets)
+
+
+def test_an_infinite_user_feature_blames_all_candidates_of_its_request(tmp_path: Path) -> None:
+    batch, targets = small.SmallRows(3).batch(np.arange(3))
+    taste = batch.user_dense.copy()
+    taste[1] = math.inf
+    lenient = Quarantine(small.small_layout(tmp_path))
+    _, kept = lenient.clean(batch._replace(user_dense=taste), targets)
+    assert dict(lenient.by_feature) == {"taste": 2}
+    assert kept.label_mask[:, 0].tolist() == [True, True, False, False, True, True]
+
+
+@pytest.mark.parametrize("world", [2])
+def test_processes_together_train_as_one_alone(tmp_path: Path, world: int) -> None:
+    """Seven-request steps leave shares uneven; the last step leaves some without rows."""
+    alone = small.train_share(Processes(), str(tmp_path), None)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(Path(small.__file__)), str(tmp_path), str(port), str(world)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE) for rank in range(world)]
+    printed = [process.communicate(timeout=90)[0].decode().split() for process in ranks]
+    assert [process.returncode for process in ranks] == [0] * world
+    losses = [[float(value) for value in each] for each in printed]
+    assert all(each == losses[0] for each in losses)
+    np.testing.assert_allclose(losses[0], alone.losses, rtol=2e-5)
+    together = checkpoint.load(tmp_path / f"world-{world}")
+    one = checkpoint.load(tmp_path / "world-1")
+    batch = small.SmallRows(40, seed=9).batch(np.arange(40))[0]
+    scores = []
+    for found in (one, together):
+        model = small.SmallModel()
+        checkpoint.load_state(model, found.model)
+        scores.append(model.score(batch))
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
+    assert set(one.optimizer) == set(together.optimizer)
