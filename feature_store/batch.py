@@ -92,8 +92,8 @@ class FeatureBatch(NamedTuple):
 class Targets(NamedTuple):
     """What a training row is compared with; never a feature."""
 
-    example_id: npt.NDArray[np.bytes_]
-    """[N] 16 bytes each (dtype S16 drops trailing zero bytes: compare with `tobytes` of V16)."""
+    example_id: npt.NDArray[np.void]
+    """[N] 16 bytes each (V16: S16 would drop trailing zero bytes)."""
     user_key: npt.NDArray[np.int64]
     """[N]"""
     labels: npt.NDArray[np.float32]

@@ -50,9 +50,10 @@ def count(
     impressions: Impressions,
     events: Events,
     at_ms: Ints,
+    ad_ids: Ints,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Counted:
-    """Counters of every impression as they were known at its read time `at_ms` [n]."""
+    """Counters of every impression as they were known at its read time `at_ms` [n], for the ad as it then was [n, A]."""
     aggregates = AggregateSet(spec)
     facts, rows = _sorted(spec, impressions, events), Rows(len(aggregates.groups))
     feed = _Feed(aggregates, facts, rows)
@@ -61,7 +62,7 @@ def count(
     order = np.argsort(at_ms, kind="stable")
     for first in range(0, len(order), _CHUNK):
         chunk = order[first : first + _CHUNK]
-        slots = _read(aggregates, rows, feed, impressions, chunk, at_ms)
+        slots = _read(aggregates, rows, feed, impressions, chunk, at_ms, ad_ids)
         user[chunk] = aggregates.user_statistics(slots, at_ms[chunk])
         ad[chunk] = aggregates.ad_statistics(slots, at_ms[chunk])
         progress(first + len(chunk), len(order))
@@ -69,14 +70,14 @@ def count(
 
 
 def _read(
-    aggregates: AggregateSet, rows: Rows, feed: _Feed, impressions: Impressions, chunk: Ints, at_ms: Ints
+    aggregates: AggregateSet, rows: Rows, feed: _Feed, impressions: Impressions, chunk: Ints, at_ms: Ints, ad_ids_NA: Ints
 ) -> npt.NDArray[np.float64]:
     flat: list[float] = []
     for when, user, surface, ad_ids in zip(
         at_ms[chunk].tolist(),
         impressions.user_key[chunk].tolist(),
         impressions.surface[chunk].tolist(),
-        impressions.ad_ids[chunk].tolist(),
+        ad_ids_NA[chunk].tolist(),
         strict=True,
     ):
         feed.advance(when)

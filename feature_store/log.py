@@ -103,6 +103,8 @@ class History:
     """[n, ED]"""
     impression: Ints
     """[n] row of the impression; -1 for other sources."""
+    place: Ints
+    """[n] where the row stands among the rows of all sources by (event_ms, source priority, event id)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,21 +194,49 @@ def load_events(tables: Tables, spec: Spec, ads: Entities) -> Events:
     )
 
 
-def history_of(
-    source: str, spec: Spec, layout: Layout, ads: Entities, impressions: Impressions, events: Events
+def histories_of(
+    spec: Spec, layout: Layout, ads: Entities, impressions: Impressions, events: Events
+) -> tuple[History, ...]:
+    """Every source's events as users' histories, in spec order."""
+    places = _places(spec, impressions, events)
+    return tuple(
+        _history(source, spec, layout, ads, impressions, events, places) for source in spec.event_sources
+    )
+
+
+def _places(spec: Spec, impressions: Impressions, events: Events) -> tuple[Ints, Ints]:
+    """Where impressions and events stand in one order of both."""
+    priority = np.array([source.priority for source in spec.message.event_sources] or [0], dtype=np.int64)
+    shown = priority[spec.event_sources.index(IMPRESSION)] if IMPRESSION in spec.event_sources else 0
+    ranks = np.concatenate([np.full(len(impressions), shown), priority[events.source]])
+    high, low = _words(np.concatenate([impressions.example_id, events.event_id]))
+    order = np.lexsort((low, high, ranks, np.concatenate([impressions.event_ms, events.event_ms])))
+    places = np.empty(len(order), dtype=np.int64)
+    places[order] = np.arange(len(order))
+    return places[: len(impressions)], places[len(impressions) :]
+
+
+def _history(
+    source: str,
+    spec: Spec,
+    layout: Layout,
+    ads: Entities,
+    impressions: Impressions,
+    events: Events,
+    places: tuple[Ints, Ints],
 ) -> History:
-    """One source's events as users' histories; columns that the source does not copy are absent."""
+    """One source's events; columns that the source does not copy are absent."""
     if source == IMPRESSION:
         rows = np.arange(len(impressions))
         user, ad, when = impressions.user_key, impressions.ad_key, impressions.event_ms
         available, surface, request = impressions.available_ms, impressions.surface, impressions.request
-        ids, impression = impressions.ad_ids, rows
+        ids, impression, place = impressions.ad_ids, rows, places[0]
     else:
         rows = np.flatnonzero(events.source == spec.event_sources.index(source))
         user, ad, when = events.user_key[rows], events.ad_key[rows], events.event_ms[rows]
         available, surface = events.available_ms[rows], events.surface[rows]
         request = impression = np.full(len(rows), -1, dtype=np.int64)
-        ids = events.ad_ids[rows]
+        ids, place = events.ad_ids[rows], places[1][rows]
     order = np.lexsort((np.arange(len(rows)), when, user))
     users, start = np.unique(user[order], return_index=True)
     stop = np.append(start[1:], len(rows)).astype(np.int64)
@@ -219,6 +249,7 @@ def history_of(
         ids=_copied_ids(layout, ids[order], copied),
         dense=_copied_dense(layout, dense, copied),
         impression=impression[order],
+        place=place[order],
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,12 @@ from feature_store.log import (
     Events,
     History,
     Impressions,
-    history_of,
+    histories_of,
     load_entities,
     load_events,
     load_impressions,
 )
-from feature_store.spec import Spec
+from feature_store.spec import IMPRESSION, Spec
 from feature_store.tables import Tables
 from feature_store.transfer import Annotations, Pairs
 from feature_store.versions import positions
@@ -39,6 +39,8 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Requests = Literal["impression", "request"]
 Progress = Callable[[int, int], None]
+Columns = dict[str, Any]
+"""Arrays by tensor name; their dtypes are those of `feature_store.batch.FIELDS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,8 @@ class Examples:
     """[R+1] candidates of request r are impression[offsets[r]:offsets[r+1]]."""
     request_ms: Ints
     """[R] when features are read."""
+    own: Ints
+    """[R] number of the request, whose impressions are not its past; -1 if every impression is its own request."""
     counted: Counted
     """Counters, a row an impression of the log."""
     known_by_ms: int
@@ -99,10 +103,7 @@ class Replay:
     @cached_property
     def histories(self) -> tuple[History, ...]:
         """One a source, in spec order."""
-        return tuple(
-            history_of(source, self.spec, self.layout, self.ads, self.impressions, self.events)
-            for source in self.spec.event_sources
-        )
+        return histories_of(self.spec, self.layout, self.ads, self.impressions, self.events)
 
     def with_annotations(self, annotations: Annotations | None) -> None:
         """From now on batches carry LoopFM windows, and targets teacher logits."""
@@ -139,6 +140,7 @@ class Replay:
             impression=rows,
             offsets=np.append(starts, len(rows)).astype(np.int64),
             request_ms=at_ms[rows[starts]],
+            own=np.full(len(starts), -1, dtype=np.int64) if requests == "impression" else number[starts],
             counted=self._counters(requests),
             known_by_ms=known_by_ms,
         )
@@ -151,14 +153,14 @@ class Replay:
         np.cumsum(np.bincount(query, minlength=len(rows)), out=offsets[1:])
         first = examples.impression[examples.offsets[rows]]
         now = examples.request_ms[rows]
-        batch = self._features(examples, first, shown, offsets, now, query)
+        batch = self._features(examples, first, shown, offsets, now, examples.own[rows])
         return batch, self._targets(examples, shown)
 
     def _features(
-        self, examples: Examples, first: Ints, shown: Ints, offsets: Ints, now: Ints, query: Ints
+        self, examples: Examples, first: Ints, shown: Ints, offsets: Ints, now: Ints, request: Ints
     ) -> FeatureBatch:
         log = self.impressions
-        request = log.request[first]
+        query = np.repeat(np.arange(len(first)), np.diff(offsets))
         ad_rows = self.ads.versions.at(log.ad_key[shown], now[query])
         ad_dense = self.ads.gather_dense(ad_rows, now[query])
         history = self._history(log.user_key[first], now, request)
@@ -191,40 +193,41 @@ class Replay:
         stored = self.users.gather_dense(self.users.versions.at(keys, now), now)
         return np.concatenate([stored, self.impressions.dense_features[first], examples.counted.user[first]], axis=1)
 
-    def _history(self, user_key: Ints, now: Ints, request: Ints) -> dict[str, npt.NDArray[np.generic]]:
-        parts = [self._source_history(index, user_key, now, request) for index in range(len(self.histories))]
-        owner, source, columns = _merged(parts, self.layout)
-        when = columns["event_ms"]
-        priority = np.array([s.priority for s in self.spec.message.event_sources] or [0], dtype=np.int64)[source]
-        order = np.lexsort((np.arange(len(owner)), priority, when, owner))
+    def _history(self, user_key: Ints, now: Ints, request: Ints) -> Columns:
+        parts = [
+            self._source_history(index, user_key, now, request) for index in range(len(self.histories))
+        ]
+        owner = np.concatenate([np.zeros(0, np.int64), *(part.owner for part in parts)])
+        place = np.concatenate([np.zeros(0, np.int64), *(part.place for part in parts)])
+        order = np.argsort(owner * (1 + int(place.max(initial=0))) + place, kind="stable")
         offsets = np.zeros(len(now) + 1, dtype=np.int64)
         np.cumsum(np.bincount(owner, minlength=len(now)), out=offsets[1:])
-        ordered = {name: column[order] for name, column in columns.items()}
-        return {"event_offsets": offsets, "event_source": source[order].astype(np.int32), **ordered}
+        return {
+            "event_offsets": offsets,
+            **{
+                name: np.concatenate([none, *(part.columns[name] for part in parts)])[order]
+                for name, none in _no_events(self.layout).items()
+            },
+        }
 
-    def _source_history(
-        self, index: int, user_key: Ints, now: Ints, request: Ints
-    ) -> tuple[Ints, int, dict[str, npt.NDArray[np.generic]]]:
+    def _source_history(self, index: int, user_key: Ints, now: Ints, request: Ints) -> _SourceHistory:
         history = self.histories[index]
         limit = self.spec.message.event_sources[index].max_length
         queries = Queries(positions(history.users, user_key), now, request)
         windows = newest_known(history.segments, queries, limit=limit)
         owner, rows = np.repeat(np.arange(len(now)), np.diff(windows.offsets)), windows.rows
-        impression = history.impression[rows]
         labels = np.zeros(len(rows), dtype=np.int32)
-        shown = impression >= 0
-        labels[shown] = known_bits(self.impressions.label_ms[impression[shown]], now[owner[shown]])
-        return (
-            owner,
-            index,
-            {
-                "event_ms": history.segments.event_ms[rows],
-                "event_surface": history.surface[rows],
-                "event_labels": labels,
-                "event_ids": history.ids[rows],
-                "event_dense": history.dense[rows],
-            },
-        )
+        if self.spec.event_sources[index] == IMPRESSION:
+            labels = known_bits(self.impressions.label_ms[history.impression[rows]], now[owner])
+        columns: Columns = {
+            "event_ms": history.segments.event_ms[rows],
+            "event_source": np.full(len(rows), index, dtype=np.int32),
+            "event_surface": history.surface[rows],
+            "event_labels": labels,
+            "event_ids": history.ids[rows],
+            "event_dense": history.dense[rows],
+        }
+        return _SourceHistory(owner, history.place[rows], columns)
 
     def _targets(self, examples: Examples, shown: Ints) -> Targets:
         log = self.impressions
@@ -259,11 +262,15 @@ class Replay:
     def _counters(self, requests: Requests) -> Counted:
         if requests not in self._counted:
             at_ms = self._read_ms(requests)
-            self._counted[requests] = count(self.spec, self.impressions, self.events, at_ms, self._progress)
+            ad_key = self.impressions.ad_key
+            ad_ids = self.ads.gather_ids(self.ads.versions.at(ad_key, at_ms), ad_key)
+            self._counted[requests] = count(
+                self.spec, self.impressions, self.events, at_ms, ad_ids, self._progress
+            )
         return self._counted[requests]
 
 
-def no_memory(num_requests: int, dim: int = 64) -> dict[str, npt.NDArray[np.generic]]:
+def no_memory(num_requests: int, dim: int = 64) -> Columns:
     """The memory tensors of requests without a LoopFM window."""
     return {
         "memory_offsets": np.zeros(num_requests + 1, dtype=np.int64),
@@ -274,7 +281,7 @@ def no_memory(num_requests: int, dim: int = 64) -> dict[str, npt.NDArray[np.gene
     }
 
 
-def no_pairs(num_candidates: int, dim: int = 64) -> dict[str, npt.NDArray[np.generic]]:
+def no_pairs(num_candidates: int, dim: int = 64) -> Columns:
     """The pair tensors of candidates of which nothing is known."""
     return {
         "pair_q": np.zeros((num_candidates, dim), dtype=np.int8),
@@ -284,16 +291,20 @@ def no_pairs(num_candidates: int, dim: int = 64) -> dict[str, npt.NDArray[np.gen
     }
 
 
-def _merged(
-    parts: list[tuple[Ints, int, dict[str, npt.NDArray[np.generic]]]], layout: Layout
-) -> tuple[Ints, Ints, dict[str, npt.NDArray[np.generic]]]:
-    empty: dict[str, npt.NDArray[np.generic]] = {
+class _SourceHistory(NamedTuple):
+    """Rows of one source, of many requests: whose each is, and where it stands among rows of all sources."""
+
+    owner: Ints
+    place: Ints
+    columns: Columns
+
+
+def _no_events(layout: Layout) -> Columns:
+    return {
         "event_ms": np.zeros(0, dtype=np.int64),
+        "event_source": np.zeros(0, dtype=np.int32),
         "event_surface": np.zeros(0, dtype=np.int32),
         "event_labels": np.zeros(0, dtype=np.int32),
         "event_ids": np.full((0, len(layout.event_ids)), ABSENT, dtype=np.int64),
         "event_dense": np.zeros((0, total_width(layout.event_dense)), dtype=np.float32),
     }
-    owner = np.concatenate([np.zeros(0, np.int64), *(part[0] for part in parts)])
-    source = np.concatenate([np.zeros(0, np.int64), *(np.full(len(p[0]), p[1], np.int64) for p in parts)])
-    return owner, source, {name: np.concatenate([none, *(p[2][name] for p in parts)]) for name, none in empty.items()}

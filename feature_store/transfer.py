@@ -5,14 +5,14 @@ Knows the annotation table and as-of windows. Does not know models.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.dataset as ds
 
 from feature_store.asof import Caps, Queries, Segments, asof_windows
-from feature_store.batch import Array, FeatureBatch
+from feature_store.batch import FeatureBatch
 from feature_store.errors import FailedPrecondition
 from feature_store.log import Impressions, ints
 from feature_store.tables import Tables
@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
     level: npt.NDArray[np.int32]
     meta: npt.NDArray[np.float32]
 
-    def of(self, shown: Ints) -> dict[str, Array]:
+    def of(self, shown: Ints) -> dict[str, Any]:
         """Pair tensors of some impressions."""
         return {
             "pair_q": self.q[shown],
@@ -70,7 +70,7 @@ class Annotations:
         when, request = impressions.event_ms[self.row], impressions.request[self.row]
         self._segments = Segments(start.astype(np.int64), stop, when, self.available_ms, request)
 
-    def windows(self, batch: FeatureBatch, request: Ints) -> dict[str, Array]:
+    def windows(self, batch: FeatureBatch, request: Ints) -> dict[str, Any]:
         """Memory tensors of some requests, whose numbers in the log are `request` [R]."""
         queries = Queries(positions(self._users, batch.user_key), batch.request_ms, request)
         label_ms = self._log.label_ms[self.row]

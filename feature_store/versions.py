@@ -16,16 +16,18 @@ Ints = npt.NDArray[np.int64]
 class VersionIndex:
     """Rows of a versioned table, sorted by (key, when they came into force).
 
-    A row is in force from the later of valid_from_ms and available_ms, until the next one.
+    In force at t is, of the rows that are valid and available by t, the one that is valid from the latest instant. So a
+    row comes into force at the later of its two times, unless one that is valid from later was known before: then never.
     """
 
     def __init__(self, keys: Ints, valid_from_ms: Ints, available_ms: Ints) -> None:
         since = np.maximum(valid_from_ms, available_ms)
-        self.order = np.lexsort((since, keys))
-        """[n] table rows in index order."""
+        order = np.lexsort((valid_from_ms, since, keys))
+        self.order = order[_not_outdated(keys[order], valid_from_ms[order])]
+        """Table rows that are ever in force, in index order."""
         self._keys, start = np.unique(keys[self.order], return_index=True)
-        stop = np.append(start[1:], len(keys)).astype(np.int64)
-        none = np.full(len(keys), -1, dtype=np.int64)
+        stop = np.append(start[1:], len(self.order)).astype(np.int64)
+        none = np.full(len(self.order), -1, dtype=np.int64)
         self._segments = Segments(start.astype(np.int64), stop, since[self.order], since[self.order], none)
 
     def at(self, keys: Ints, at_ms: Ints) -> Ints:
@@ -35,6 +37,14 @@ class VersionIndex:
         first = self._segments.start[np.maximum(segment, 0)] if len(self._keys) else np.zeros(len(keys), np.int64)
         known = (segment >= 0) & (found >= first)
         return np.where(known, self.order[np.maximum(found, 0)] if len(self.order) else -1, -1)
+
+
+def _not_outdated(keys: Ints, valid_from_ms: Ints) -> npt.NDArray[np.bool_]:
+    """Of rows sorted by key: no earlier row of the key is valid from later."""
+    _, key_rank = np.unique(keys, return_inverse=True)
+    _, time_rank = np.unique(valid_from_ms, return_inverse=True)
+    place = key_rank.astype(np.int64) * (len(keys) + 1) + time_rank
+    return np.asarray(place == np.maximum.accumulate(place)) if len(keys) else np.zeros(0, dtype=bool)
 
 
 def positions(sorted_keys: Ints, keys: Ints) -> Ints:
