@@ -280,7 +280,7 @@ def _request(spec: Spec) -> list[object]:
 
 
 def _labels(tables: Tables, spec: Spec, names: npt.NDArray[np.void], event_ms: Ints) -> tuple[Ints, Floats]:
-    """When each outcome became known, and its value; one after its attribution window never counts."""
+    """When each outcome became known, and its value: the first that was positive and inside its attribution window."""
     known = np.full((len(names), len(spec.objectives)), NEVER, dtype=np.int64)
     value = np.zeros(known.shape, dtype=np.float32)
     if not tables.exists("outcomes") or not len(names):
@@ -292,9 +292,11 @@ def _labels(tables: Tables, spec: Spec, names: npt.NDArray[np.void], event_ms: I
     row = order[at]
     windows = np.array([o.attribution_window_seconds for o in spec.message.objectives]) * 1000
     inside = ints(table, "occurred_ms") - event_ms[row] <= windows[objective]
-    good = (names[row] == _digests(table, "example_id")) & (objective >= 0) & inside
-    amount = table["value"].to_numpy()
-    known[row[good], objective[good]] = np.where(amount[good] > 0, ints(table, "available_ms")[good], NEVER)
+    available, amount = ints(table, "available_ms"), table["value"].to_numpy()
+    own = names[row] == _digests(table, "example_id")
+    good = np.flatnonzero(own & (objective >= 0) & inside & (amount > 0))
+    good = good[np.argsort(-available[good], kind="stable")]  # of repeats the last one written stays: the first known
+    known[row[good], objective[good]] = available[good]
     value[row[good], objective[good]] = amount[good]
     return known, value
 
@@ -355,4 +357,4 @@ def _indices(table: pa.Table, name: str, known: tuple[str, ...]) -> npt.NDArray[
         encoded = encoded.combine_chunks()
     words = [numbers.get(word, -1) for word in encoded.dictionary.to_pylist()]
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-    return np.array([*words, -1], dtype=np.int32)[codes]
+    return np.asarray(np.array([*words, -1], dtype=np.int32)[codes], dtype=np.int32)

@@ -49,6 +49,7 @@ class Annotations:
     def __init__(self, tables: Tables, impressions: Impressions, *, space_id: bytes, caps: Caps | None = None) -> None:
         names = ["example_id", "available_ms", "self_label_seen", "space_id", "logits", "z_q"]
         table = tables.read("annotations", columns=names, where=ds.field("space_id") == space_id)
+        table = table.sort_by("available_ms")
         self._caps = caps or Caps()
         digests = _digests(table["example_id"].to_pylist())
         by_name = np.argsort(impressions.example_id)
