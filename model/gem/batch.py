@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from feature_store.batch import FeatureBatch
+from feature_store.batch import Array, FeatureBatch
 
 
 class Batch(NamedTuple):
@@ -58,5 +58,5 @@ class Batch(NamedTuple):
         return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
-def _tensor(array: np.ndarray) -> Tensor:  # type: ignore[type-arg]  # any dtype of the batch
+def _tensor(array: Array) -> Tensor:
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))

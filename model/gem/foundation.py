@@ -22,7 +22,7 @@ from model.gem.config import GemConfig
 from model.gem.encoder import KunlunLayer, Sequence
 from model.gem.heads import ObjectiveHeads
 from model.kernels.block_attention import blocks
-from model.kernels.jagged_attention import jagged_attention
+from model.kernels.jagged_attention import candidate_attention
 from model.nn.embedding import IdEmbeddings
 from model.nn.jagged import jagged, newest, reverse
 from model.nn.norm import rms_norm
@@ -219,12 +219,7 @@ class CandidateRead(nn.Module):
         """[N, D]; zeros for an empty history."""
         q = rms_norm(self.query(ad_ND).unflatten(-1, (self.heads, -1)))
         k, v = self.key_value(rms_norm(s.values_TD)).unflatten(-1, (2 * self.heads, -1)).chunk(2, dim=1)
-        counts = torch.bincount(request_N, minlength=s.layout.num_sequences)
-        most = int(counts.max()) if len(counts) else 0
-        place = torch.arange(len(request_N), device=request_N.device) - (counts.cumsum(0) - counts)[request_N]
-        queries = q.new_zeros(s.layout.num_sequences, most, *q.shape[1:])
-        queries = queries.index_put((request_N, place), q)
-        return jagged_attention(queries, rms_norm(k), v, s.layout)[request_N, place].flatten(1)
+        return candidate_attention(q, rms_norm(k), v, s.layout, request_N).flatten(1)
 
 
 def _split(values: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:

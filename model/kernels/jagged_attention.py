@@ -26,6 +26,16 @@ def jagged_attention(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagge
     return out
 
 
+def candidate_attention(q_NHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged, request_N: Tensor) -> Tensor:
+    """[N, H, d]: each candidate's attention over the tokens of its request; candidates lie grouped by request."""
+    counts = torch.bincount(request_N, minlength=layout.num_sequences)
+    most = int(counts.max()) if len(counts) else 0
+    place = torch.arange(len(request_N), device=request_N.device) - (counts.cumsum(0) - counts)[request_N]
+    queries = q_NHd.new_zeros(layout.num_sequences, most, *q_NHd.shape[1:])
+    queries = queries.index_put((request_N, place), q_NHd)
+    return jagged_attention(queries, k_THd, v_THd, layout)[request_N, place]
+
+
 def jagged_attention_reference(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged) -> Tensor:
     """The definition, a sequence at a time."""
     out = []

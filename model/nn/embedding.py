@@ -104,7 +104,7 @@ class IdEmbeddings(nn.Module):
             key = f"{prefix}vocabulary_{name}"
             if column.min_count and key in state:
                 setattr(self, f"vocabulary_{name}", torch.empty_like(state[key]))
-        super()._load_from_state_dict(state, prefix, *rest)  # type: ignore[arg-type]  # torch's own positional contract
+        super()._load_from_state_dict(state, prefix, *rest)
 
     def rows_of(self, table: str, keys: Tensor) -> Tensor:
         """Rows [n] of keys [n] in a table."""
