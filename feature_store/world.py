@@ -242,7 +242,7 @@ def _profiles(users: _Users, first: int) -> pa.Table:
     columns = {f"u{i}": users.profile[:, i].astype(np.int64) for i in range(4)}
     zeros = np.zeros(len(keys), dtype=np.int64)
     ids = pa.array(keys.astype(str))
-    return pa.table({"user_id": ids, "user_key": keys, "valid_from_ms": zeros, "available_ms": zeros, **columns})
+    return pa.table({"user_id": ids, "user_key": keys, "valid_from_ms": zeros, "available_ms": zeros, "user": keys, **columns})
 
 
 def _request_times(config: WorldConfig, rng: np.random.Generator, home: Ints) -> list[Ints]:
