@@ -288,10 +288,9 @@ def _decayed(slots: Slots, at: int, last: int, event_ms: int, half_life_ms: floa
 def _age(slots: Slots, first: int, last: int, event_ms: int, half_life_ms: float) -> None:
     """Lets slots first … last-1 decay to event_ms if it is later than slots[last], and moves slots[last] there."""
     if half_life_ms and event_ms > slots[last]:
-        if slots[last]:
-            keep = 2.0 ** ((slots[last] - event_ms) / half_life_ms)
-            for index in range(first, last):
-                slots[index] *= keep
+        keep = 2.0 ** ((slots[last] - event_ms) / half_life_ms)
+        for index in range(first, last):
+            slots[index] *= keep
         slots[last] = float(event_ms)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from gem.schema.v1.dataset_spec_pb2 import OWNER_REQUEST
 
 from feature_store.asof import NEVER, Segments
@@ -323,12 +324,20 @@ def _dense(table: pa.Table, columns: tuple[Column, ...]) -> tuple[Floats, Ints]:
         if column.is_age:
             births[:, at] = ints(table, column.name)
         elif column.is_embedding:
-            flat = table[column.name].combine_chunks().flatten().to_numpy()
-            values[:, at : at + column.width] = flat.reshape(-1, column.width)
+            values[:, at : at + column.width] = _vectors(table[column.name], column.width)
         else:
             values[:, at] = table[column.name].cast(pa.float64()).to_numpy()
         at += column.width
     return values, births
+
+
+def _vectors(column: pa.ChunkedArray, width: int) -> Floats:
+    """[n, width]; NaN where null."""
+    out = np.full((len(column), width), np.nan, dtype=np.float32)
+    present = column.is_valid().to_numpy()
+    if present.any():
+        out[present] = pc.list_flatten(column.drop_null()).to_numpy().reshape(-1, width)
+    return out
 
 
 def _strings(table: pa.Table, name: str) -> npt.NDArray[np.object_]:
