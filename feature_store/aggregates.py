@@ -114,13 +114,13 @@ class AggregateSet:
 
     def key(self, group: Group, surface: int, ad_ids: Sequence[int]) -> int | None:
         """Key of a row below its user (or of a shared row); None if a part has no value."""
-        mixed = 0
+        key = 0
         for number, part in enumerate(group.parts):
-            value = surface if part < 0 else ad_ids[part]
-            if value == ABSENT or (part < 0 and surface < 0):
+            value = ad_ids[part] if part >= 0 else surface if surface >= 0 else ABSENT
+            if value == ABSENT:
                 return None
-            mixed = value if number == 0 else _mix(mixed, value)
-        return mixed
+            key = _mix(key, value) if number else value
+        return key
 
     def shared_keys(self, surface: int, ad_ids: Sequence[int]) -> list[tuple[int, int]]:
         """(group, key) of every shared row that a fact or a candidate touches: what an online store must fetch."""
@@ -133,7 +133,8 @@ class AggregateSet:
     def apply(self, fact: Fact, user_rows: list[dict[int, Slots]], shared: list[dict[int, Slots]]) -> None:
         """Counts one fact; rows that it needs are made."""
         plan = self._on_source[fact.source] if fact.source >= 0 else self._on_objective[fact.objective]
-        for index, updates in plan:
+        event_ms = fact.event_ms
+        for index, ones, updates in plan:
             group = self.groups[index]
             key = self.key(group, fact.surface, fact.ad_ids)
             if key is None:
@@ -141,11 +142,17 @@ class AggregateSet:
             rows = user_rows[index] if group.per_user else shared[index]
             slots = rows.get(key)
             if slots is None:
-                if group.per_user and len(rows) >= MAX_USER_KEYS:
-                    del rows[next(iter(rows))]
-                slots = rows[key] = [0.0] * group.width
+                slots = self._new_row(group, rows, key)
+            for slot in ones:
+                slots[slot] += 1.0
             for update, offset, half_life_ms in updates:
-                update(slots, offset, fact.event_ms, half_life_ms)
+                update(slots, offset, event_ms, half_life_ms)
+
+    def _new_row(self, group: Group, rows: dict[int, Slots], key: int) -> Slots:
+        if group.per_user and len(rows) >= MAX_USER_KEYS:
+            del rows[next(iter(rows))]
+        slots = rows[key] = [0.0] * group.width
+        return slots
 
     def snapshot(
         self,
@@ -220,7 +227,7 @@ class AggregateSet:
             parts=tuple(-1 if name == "surface" else self._ad_columns.index(name) for name in by if name != "user"),
         )
 
-    def _plan_source(self, source: int) -> list[tuple[int, list[tuple[_Update, int, float]]]]:
+    def _plan_source(self, source: int) -> _Plan:
         name = self._sources[source]
 
         def update_of(aggregate: pb.Aggregate) -> _Update | None:
@@ -232,7 +239,7 @@ class AggregateSet:
 
         return self._plan(update_of)
 
-    def _plan_objective(self, name: str) -> list[tuple[int, list[tuple[_Update, int, float]]]]:
+    def _plan_objective(self, name: str) -> _Plan:
         def update_of(aggregate: pb.Aggregate) -> _Update | None:
             if aggregate.objective != name:
                 return None
@@ -246,7 +253,7 @@ class AggregateSet:
 
     def _plan(
         self, update_of: Callable[[pb.Aggregate], _Update | None]
-    ) -> list[tuple[int, list[tuple[_Update, int, float]]]]:
+    ) -> _Plan:
         plan = []
         for index, group in enumerate(self.groups):
             updates = [
@@ -254,8 +261,14 @@ class AggregateSet:
                 for aggregate, offset in zip(group.aggregates, group.offsets, strict=True)
                 if (update := update_of(aggregate)) is not None
             ]
+            ones = [
+                offset + _COUNTED_IN[update]
+                for update, offset, half_life_ms in updates
+                if not half_life_ms and update in _COUNTED_IN
+            ]
+            others = [step for step in updates if step[2] or step[0] not in _COUNTED_IN]
             if updates:
-                plan.append((index, updates))
+                plan.append((index, ones, others))
         return plan
 
     def _plan_read(self, columns: Iterable[Column]) -> list[tuple[pb.Aggregate, int, int]]:
@@ -277,40 +290,45 @@ class AggregateSet:
 _Update = Callable[[Slots, int, int, float], None]
 
 
-def _decayed(slots: Slots, at: int, last: int, event_ms: int, half_life_ms: float) -> float:
-    """Brings `slots[at]` to the later of its own time and the event's; returns the weight of an event at event_ms."""
+_Plan = list[tuple[int, list[int], list[tuple[_Update, int, float]]]]
+"""Group, slots that grow by one, and updates that are more than that."""
+
+
+def _age(slots: Slots, first: int, last: int, event_ms: int, half_life_ms: float) -> float:
+    """Lets slots first … last-1 fade to the event's time if it is later than slots[last]; returns the event's weight.
+
+    Of a slot that never fades every event weighs one.
+    """
     if not half_life_ms:
         return 1.0
     gap = event_ms - slots[last]
-    return 1.0 if gap >= 0 else 2.0 ** (gap / half_life_ms)
-
-
-def _age(slots: Slots, first: int, last: int, event_ms: int, half_life_ms: float) -> None:
-    """Lets slots first … last-1 decay to event_ms if it is later than slots[last], and moves slots[last] there."""
-    if half_life_ms and event_ms > slots[last]:
-        keep = 2.0 ** ((slots[last] - event_ms) / half_life_ms)
-        for index in range(first, last):
-            slots[index] *= keep
-        slots[last] = float(event_ms)
+    if gap <= 0:
+        return float(2.0 ** (gap / half_life_ms))
+    keep = 2.0 ** (-gap / half_life_ms)
+    for index in range(first, last):
+        slots[index] *= keep
+    slots[last] = float(event_ms)
+    return 1.0
 
 
 def _count(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    _age(slots, at, at + 1, event_ms, half_life_ms)
-    slots[at] += _decayed(slots, at, at + 1, event_ms, half_life_ms)
+    slots[at] += _age(slots, at, at + 1, event_ms, half_life_ms)
 
 
 def _add_trial(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    _age(slots, at, at + 2, event_ms, half_life_ms)
-    slots[at] += _decayed(slots, at, at + 2, event_ms, half_life_ms)
+    slots[at] += _age(slots, at, at + 2, event_ms, half_life_ms)
 
 
 def _add_success(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    _age(slots, at, at + 2, event_ms, half_life_ms)
-    slots[at + 1] += _decayed(slots, at + 1, at + 2, event_ms, half_life_ms)
+    slots[at + 1] += _age(slots, at, at + 2, event_ms, half_life_ms)
 
 
 def _touch(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
     slots[at] = max(slots[at], float(event_ms))
+
+
+_COUNTED_IN: dict[_Update, int] = {_count: 0, _add_trial: 0, _add_success: 1}
+"""Updates that add an event's weight, and to which of the aggregate's slots."""
 
 
 def _statistic(

@@ -1,0 +1,119 @@
+"""The online rows behind one small protocol: SQLite on a laptop, Redis in a cluster.
+
+Knows bytes under names. Does not know what a row means, nor which store holds it.
+
+Three kinds of rows: plain values; versioned values, changed by compare-and-set; wide rows of named fields.
+Every call may raise NotReady: the store did not answer in time.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
+
+from feature_store.errors import Aborted, InvalidInput
+
+_VERSION = struct.Struct("<Q")
+_TRIES = 16
+
+
+class Versioned(NamedTuple):
+    """A value and how often it was written; version 0 and no bytes if it never was."""
+
+    value: bytes
+    version: int
+
+
+class OnlineStore(Protocol):
+    """Rows under names."""
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values in the order of the keys; None where there is none or it has expired."""
+
+    def put_many(self, values: Mapping[str, bytes], *, ttl_ms: int | None = None) -> None:
+        """Writes values; they expire after `ttl_ms`."""
+
+    def read_versioned(self, keys: Sequence[str]) -> list[Versioned]:
+        """Versioned values in the order of the keys."""
+
+    def compare_and_set(self, key: str, version: int, value: bytes, *, ttl_ms: int | None = None) -> bool:
+        """Writes a versioned value if its version still is `version`; says whether it did."""
+
+    def hget_many(self, key: str, fields: Sequence[str]) -> list[bytes | None]:
+        """Fields of a wide row."""
+
+    def hget_all(self, key: str) -> Mapping[str, bytes]:
+        """All fields of a wide row."""
+
+    def hset_many(self, key: str, values: Mapping[str, bytes], *, ttl_ms: int | None = None) -> None:
+        """Writes fields of a wide row at once; the row lives at least `ttl_ms` from now."""
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Removes every row whose name begins so; returns how many.
+
+        Raises:
+            InvalidInput: the prefix is empty.
+        """
+
+    def ping(self) -> None:
+        """Returns if the store answers."""
+
+    def close(self) -> None:
+        """Lets go of the store."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_store(url: str, *, timeout_seconds: float = 1.0) -> OnlineStore:
+    """The store at `sqlite:///PATH` or `redis://HOST:PORT/DB` (`rediss://` for TLS).
+
+    Raises:
+        InvalidInput: the URL names no known store.
+    """
+    if url.startswith("sqlite:///"):
+        from feature_store.sqlite import SqliteStore
+
+        return SqliteStore(url.removeprefix("sqlite:///"), timeout_seconds=timeout_seconds)
+    if url.startswith(("redis://", "rediss://", "unix://")):
+        from feature_store.redis import RedisStore
+
+        return RedisStore(url, timeout_seconds=timeout_seconds)
+    raise InvalidInput(f"store {url!r} is not known; write sqlite:///PATH or redis://HOST:PORT/DB")
+
+
+def update(store: OnlineStore, key: str, change: Callable[[bytes], bytes], *, ttl_ms: int | None = None) -> int:
+    """Reads, changes and writes a versioned value until nobody came between; returns its new version.
+
+    Raises:
+        Aborted: others kept coming between.
+    """
+    for _ in range(_TRIES):
+        (held,) = store.read_versioned([key])
+        if store.compare_and_set(key, held.version, change(held.value), ttl_ms=ttl_ms):
+            return held.version + 1
+    raise Aborted(f"row {key} changed {_TRIES} times while it was being written; try the whole update again")
+
+
+def with_version(value: bytes, version: int) -> bytes:
+    """How stores keep a versioned value."""
+    return _VERSION.pack(version) + value
+
+
+def split_version(stored: bytes | None) -> Versioned:
+    """The value and version that `with_version` joined."""
+    if stored is None:
+        return Versioned(b"", 0)
+    return Versioned(stored[_VERSION.size :], _VERSION.unpack_from(stored)[0])
+
+
+def check_prefix(prefix: str) -> str:
+    """A prefix that does not mean everything."""
+    if not prefix:
+        raise InvalidInput("an empty prefix would delete every row; name the rows to delete")
+    return prefix
