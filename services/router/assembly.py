@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import grpc
-from feature_store.streams import open_stream
 from gem.router.v1 import router_service_pb2, router_service_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from feature_store.layout import Layout
 from feature_store.spec import Spec, load_spec
+from feature_store.streams import open_stream
 from services.router import policy, reading
 from services.router.absent import Absent
 from services.router.afterwards import SERVED, SPECULATION, Afterwards

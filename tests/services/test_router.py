@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from feature_store.streams import open_stream
 from gem.router.v1 import router_service_pb2 as wire
 from gem.router.v1 import router_service_pb2_grpc
 from gem.router.v1.router_service_pb2 import DegradedInput
@@ -28,6 +27,7 @@ from feature_store.errors import (
     UnknownSurface,
 )
 from feature_store.ids import ABSENT, key_of
+from feature_store.streams import open_stream
 from feature_store.wire import unpack_tensor
 from services.router.assembly import build
 from services.router.settings import RouterSettings, targets_by_model
@@ -86,7 +86,7 @@ class Router:
     def logged(self, stream: str, message: type[Any]) -> list[Any]:
         with open_stream(self.store, stream) as opened:
             claimed = opened.claim("test", "reader", limit=1000, block_ms=0)
-        return [message.FromString(item[1]) for item in claimed]
+        return [message.FromString(item.data) for item in claimed]
 
 
 @pytest.fixture

@@ -134,10 +134,10 @@ def test_what_is_done_afterwards_is_a_trace_of_its_own_linked_to_the_request(
     assert [link["traceId"] for link in logged["links"]] == [trace]
     with open_stream(platform.store, "speculation") as stream:
         (item,) = stream.claim("test", "reader", limit=10, block_ms=0)
-    assert SpeculationTask.FromString(item.payload).traceparent.split("-")[1] == trace
+    assert SpeculationTask.FromString(item.data).traceparent.split("-")[1] == trace
     with open_stream(platform.store, "served") as stream:
         served = [
-            wire.ServedRequest.FromString(i.payload)
+            wire.ServedRequest.FromString(i.data)
             for i in stream.claim("t", "r", limit=9, block_ms=0)
         ]
     assert sorted((each.request_id, each.shadow) for each in served) == [
@@ -203,7 +203,7 @@ def test_a_router_that_stops_under_load_answers_all_it_took_and_logs_all_it_answ
     assert other.terminate() == 0
     with open_stream(platform.store, "served") as stream:
         items = stream.claim("test", "reader", limit=100_000, block_ms=0)
-    served = [wire.ServedRequest.FromString(item.payload) for item in items]
+    served = [wire.ServedRequest.FromString(item.data) for item in items]
     shown = [each.request_id for each in served if not each.shadow]
     assert sorted(shown) == sorted(answered)
 

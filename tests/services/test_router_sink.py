@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from deltalake.exceptions import DeltaError
 from gem.router.v1.router_service_pb2 import ServedRequest
 from prometheus_client import CollectorRegistry
 
@@ -61,7 +63,9 @@ def started(tmp_path: Path) -> Iterator[Processes]:
 def drained(store: str, tables: Tables, registry: CollectorRegistry, *, batch: int = 100) -> None:
     with open_stream(store, "served") as stream:
         metrics = SinkMetrics(registry)
-        drain = Drain(stream, tables, consumer="test", batch=batch, metrics=metrics)
+        drain = Drain(
+            stream, tables, consumer="test", batch=batch, reclaim_seconds=60.0, metrics=metrics
+        )
         while drain.once(block_ms=0):
             pass
         assert stream.lag(GROUP) == 0
@@ -98,6 +102,24 @@ def test_a_batch_that_was_written_but_not_acknowledged_is_not_written_again(
     assert rows(tables) == Counter({(f"r{number}", "A0"): 1 for number in range(20)})
 
 
+def test_sinks_that_write_the_same_batch_at_once_write_it_once(tables: Tables) -> None:
+    messages = [served(number) for number in range(50)]
+    insert_once(tables, [served(1_000)])
+
+    def write_until_done() -> int:
+        while True:
+            try:
+                return insert_once(tables, messages)
+            except DeltaError:
+                continue  # the other was first: look again
+
+    with ThreadPoolExecutor(3) as pool:
+        inserted = list(pool.map(lambda _: write_until_done(), range(3)))
+    assert sorted(inserted) == [0, 0, 50]
+    assert set(rows(tables).values()) == {1}
+    assert len(rows(tables)) == 51
+
+
 def test_a_message_that_is_no_served_request_is_counted_and_left_out(
     store: str, tables: Tables
 ) -> None:
@@ -111,7 +133,11 @@ def test_a_message_that_is_no_served_request_is_counted_and_left_out(
 
 def start_sink(started: Processes, store: str, tables: Tables) -> Process:
     env = {"GEM_STORE": store, "GEM_TABLES": str(tables.root), "GEM_SINK_BATCH": "50"}
-    env |= {"GEM_DRAIN_SECONDS": "0", "GEM_SINK_WAIT_SECONDS": "0.05"}
+    env |= {
+        "GEM_DRAIN_SECONDS": "0",
+        "GEM_SINK_WAIT_SECONDS": "0.05",
+        "GEM_SINK_RECLAIM_SECONDS": "2",
+    }
     return started.start(SINK, env)
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from feature_store.streams import open_stream
 from prometheus_client import CollectorRegistry
 
+from feature_store.streams import open_stream
 from feature_store.tables import Tables
 from services.router.afterwards import SERVED
 from services.router.sink.drain import Drain, SinkMetrics
@@ -32,6 +32,7 @@ def start(
         Tables(Path(settings.tables)),
         consumer=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
         batch=settings.sink_batch,
+        reclaim_seconds=settings.sink_reclaim_seconds,
         metrics=SinkMetrics(registry),
     )
     stopping = threading.Event()

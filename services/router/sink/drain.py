@@ -18,11 +18,11 @@ from pathlib import Path
 import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
-from feature_store.streams import Item, Stream
 from gem.router.v1.router_service_pb2 import ServedRequest
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from feature_store.streams import Item, Stream
 from feature_store.tables import SERVED, Tables
 from services.runtime import telemetry
 
@@ -52,12 +52,20 @@ class Drain:
     """One consumer of the stream of served requests."""
 
     def __init__(
-        self, stream: Stream, tables: Tables, *, consumer: str, batch: int, metrics: SinkMetrics
+        self,
+        stream: Stream,
+        tables: Tables,
+        *,
+        consumer: str,
+        batch: int,
+        reclaim_seconds: float,
+        metrics: SinkMetrics,
     ) -> None:
         self._stream = stream
         self._tables = tables
         self._consumer = consumer
         self._batch = batch
+        self._reclaim_ms = round(1000 * reclaim_seconds)
         self._metrics = metrics
 
     def run(self, stopping: threading.Event, *, wait_seconds: float) -> None:
@@ -80,7 +88,9 @@ class Drain:
         Raises:
             DeltaError: the transaction failed; the batch is still claimed and comes again.
         """
-        claimed = self._stream.claim(GROUP, self._consumer, limit=self._batch, block_ms=block_ms)
+        claimed = self._stream.claim(
+            GROUP, self._consumer, self._batch, block_ms, reclaim_idle_ms=self._reclaim_ms
+        )
         self._metrics.lag.set(self._stream.lag(GROUP))
         if not claimed:
             return 0
@@ -97,7 +107,7 @@ class Drain:
         served: list[ServedRequest] = []
         for item in items:
             try:
-                served.append(ServedRequest.FromString(item.payload))
+                served.append(ServedRequest.FromString(item.data))
             except DecodeError:
                 log.error("message %s is no served request and is left out", item.id)
         return served, len(items) - len(served)

@@ -24,6 +24,8 @@ class SinkSettings:
     """Served requests of one transaction; the table gets one file for each."""
     sink_wait_seconds: float = 1.0
     """Seconds to wait for a batch to begin."""
+    sink_reclaim_seconds: float = 60.0
+    """Seconds after which a batch that a sink holds counts as lost with it; longer than any transaction takes."""
 
     def __post_init__(self) -> None:
         if self.sink_batch < 1:
