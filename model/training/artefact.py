@@ -25,7 +25,7 @@ from google.protobuf import json_format
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from feature_store.batch import FeatureBatch
 from feature_store.errors import CorruptArtefact, FailedPrecondition, InvalidInput, NotFound
@@ -188,15 +188,6 @@ def architecture_hash(model: nn.Module) -> str:
     lines = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
     lines += [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
-
-
-def weights_digest(tensors: dict[str, Tensor]) -> bytes:
-    """SHA-256 over names and bytes of tensors."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + b"\0")
-        digest.update(tensors[name].detach().contiguous().cpu().numpy().tobytes())
-    return digest.digest()
 
 
 def _write(folder: Path, manifest: ModelManifest, model: nn.Module, golden: Golden) -> None:

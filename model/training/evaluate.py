@@ -7,15 +7,17 @@ N rows, K objectives. A row with a prediction or label that is not finite is set
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from feature_store.batch import FeatureBatch
 from model.training import metrics
 from model.training.metrics import GroupedAuc, Interval, Metric, Undefined, Value
+from model.training.rows import RowSource
 
 POOLED = "all"
 """Name of the slice of all surfaces."""
@@ -50,6 +52,39 @@ class SliceMetrics:
 
 Evaluation = Mapping[tuple[str, str], SliceMetrics]
 """(surface or POOLED, objective) → metrics."""
+
+
+Score = Callable[[FeatureBatch], npt.NDArray[np.float32]]
+"""Logits [N, K] of a batch."""
+
+
+def predict(score: Score, rows: RowSource, *, batch_requests: int = 512) -> Predictions:
+    """What a model says of all rows, in their order.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    parts = []
+    for start in range(0, len(rows), batch_requests):
+        batch, targets = rows.batch(np.arange(start, min(start + batch_requests, len(rows))))
+        logits_NK = score(batch).astype(np.float64)
+        parts.append(
+            Predictions(
+                probabilities_NK=sigmoid(logits_NK),
+                labels_NK=targets.labels,
+                mask_NK=targets.label_mask,
+                surface_N=np.repeat(batch.surface, np.diff(batch.candidate_offsets)),
+                user_N=targets.user_key,
+                example_id_N=targets.example_id,
+            )
+        )
+    return concatenate(parts)
+
+
+def sigmoid(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Probabilities of logits; no overflow at either end, NaN stays NaN."""
+    half = np.exp(-np.abs(logits))
+    return np.asarray(np.where(logits >= 0, 1.0, half) / (1.0 + half), dtype=np.float64)
 
 
 def evaluate(

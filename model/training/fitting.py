@@ -85,6 +85,8 @@ class FitLog:
     skipped: int = 0
     first_step: int = 0
     """Step at which it began: 0 unless it was resumed."""
+    steps: int = 0
+    """Steps of these rows that are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +108,11 @@ def fit(
     place: Place | None = None,
     on_progress: OnProgress = lambda progress: None,
     until_step: int | None = None,
+    steps_before: int = 0,
 ) -> FitLog:
     """Trains to the end of the rows, or to `until_step`; goes on from the newest checkpoint at `place` if there is one.
+
+    `steps_before` are steps that the learner took on other rows: its rates and its dropout go on from there.
 
     Raises:
         FailedPrecondition: the checkpoint belongs to a run with another configuration or spec.
@@ -123,8 +128,10 @@ def fit(
     for step, batch, targets in _batches(rows, order, range(log.first_step, last), learner.processes):
         batch, targets = quarantine.clean(batch, targets)
         freeze = order.epoch(step) >= config.table_epochs
-        done = learner.step(step, order.num_steps, batch, targets, freeze_tables=freeze)
-        _count(log, done, learner, targets, TRAINING_FACTOR * flops(batch), time.perf_counter() - start)
+        done = learner.step(
+            steps_before + step, steps_before + order.num_steps, batch, targets, freeze_tables=freeze
+        )
+        _count(log, step, done, learner, targets, TRAINING_FACTOR * flops(batch), time.perf_counter() - start)
         on_progress(_progress(log, order.num_steps, ceiling, learner.processes.world_size))
         if place and config.checkpoint_steps and (step + 1) % config.checkpoint_steps == 0:
             save(learner, place, step + 1)
@@ -170,17 +177,16 @@ def _batches(
             yield step, batch, targets
 
 
-def _count(log: FitLog, done: StepLog, learner: Learner, targets: Targets, flops: float, seconds: float) -> None:
+def _count(log: FitLog, step: int, done: StepLog, learner: Learner, targets: Targets, flops: float, seconds: float) -> None:
     log.losses.append(done.loss)
-    log.last, log.skipped = done, learner.skipped
+    log.last, log.skipped, log.steps = done, learner.skipped, step + 1
     log.rows += len(targets.labels)
     log.flops += flops
     log.seconds = seconds
 
 
 def _progress(log: FitLog, num_steps: int, ceiling: float, world_size: int) -> Progress:
-    assert log.last is not None
-    done = log.last.step + 1
+    done = log.steps
     per_step = log.seconds / max(1, done - log.first_step)
     speed = log.flops / max(log.seconds, 1e-9)
     return Progress(

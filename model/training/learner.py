@@ -5,7 +5,7 @@ Knows terms of a loss, processes and the optimizer. Does not know what the model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,10 +48,17 @@ class Learner:
     """A model in training."""
 
     def __init__(
-        self, model: nn.Module, criterion: Criterion, config: OptimizerConfig, processes: Processes, *, seed: int = 0
+        self,
+        model: nn.Module,
+        criterion: Criterion,
+        config: OptimizerConfig,
+        processes: Processes,
+        *,
+        seed: int = 0,
+        clip_apart: Sequence[str] = (),
     ) -> None:
         self.model, self.criterion, self.processes = model, criterion, processes
-        self.optimizer = Optimizer(model, config)
+        self.optimizer = Optimizer(model, config, clip_apart=clip_apart)
         self.skipped = 0
         """Steps whose gradient was not finite."""
         self._seed = seed

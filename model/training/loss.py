@@ -40,11 +40,9 @@ class DistillConfig:
     """Of the distillation loss beside the task's; 0 switches the channel off."""
     scale: float = 1.0
     """α: the teacher's probability is multiplied by it and kept within [0, 1]."""
-    gradient_scale: float = 1.0
-    """β: of the gradient that the auxiliary head sends into the shared backbone."""
 
     def __post_init__(self) -> None:
-        for name in ("weight", "scale", "gradient_scale"):
+        for name in ("weight", "scale"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise InvalidInput(f"{name} is {getattr(self, name)}; it must be finite and not negative")
 
@@ -86,7 +84,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """`x` itself on the way forward; its gradient times `factor` on the way back."""
     if factor == 1.0:
         return x
-    scaled: Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    scaled: Tensor = _ScaledGradient.apply(x, factor)
     return scaled
 
 

@@ -6,7 +6,7 @@ Knows parameters by name and gradients. Does not know losses or batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +77,8 @@ class RowwiseAdagrad:
 class Optimizer:
     """Both optimizers over one model."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerConfig, *, clip_apart: Sequence[str] = ()) -> None:
+        """`clip_apart` names submodules whose gradients are clipped by themselves, so that they shorten no other's."""
         self._config = config
         tables = table_parameters(model)
         learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -86,6 +87,7 @@ class Optimizer:
         self._adam = torch.optim.Adam(list(self._dense.values()), lr=config.dense_rate, betas=config.betas) if self._dense else None
         self.parameters = list(learned.values())
         """In one order on every process."""
+        self._clipped = _groups(learned, clip_apart)
 
     def clear(self) -> None:
         """Forgets gradients."""
@@ -97,10 +99,12 @@ class Optimizer:
 
         A norm that is not finite moves nothing. Gradients must already be summed over processes, so that all decide alike.
         """
-        norm = gradient_norm(self.parameters)
+        norms = [gradient_norm(group) for group in self._clipped]
+        norm = math.hypot(*norms)
         if not math.isfinite(norm):
             return norm, False
-        self._shorten(min(1.0, self._config.clip_norm / max(norm, 1e-12)))
+        for group, own in zip(self._clipped, norms, strict=True):
+            _shorten(group, min(1.0, self._config.clip_norm / max(own, 1e-12)))
         share = self._config.share(step, num_steps)
         if self._adam is not None:
             self._adam.param_groups[0]["lr"] = share * self._config.dense_rate
@@ -108,12 +112,6 @@ class Optimizer:
         if not freeze_tables:
             self._tables.step(share * self._config.table_rate)
         return norm, True
-
-    def _shorten(self, factor: float) -> None:
-        if factor < 1.0:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, by parameter name."""
@@ -142,6 +140,19 @@ class Optimizer:
 
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")
+
+
+def _groups(learned: Mapping[str, Parameter], apart: Sequence[str]) -> list[list[Parameter]]:
+    own = [[p for name, p in learned.items() if name.startswith(f"{prefix}.")] for prefix in apart]
+    rest = [p for name, p in learned.items() if not any(name.startswith(f"{prefix}.") for prefix in apart)]
+    return [rest, *own]
+
+
+def _shorten(parameters: Sequence[Parameter], factor: float) -> None:
+    if factor < 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def gradient_norm(parameters: list[Parameter]) -> float:

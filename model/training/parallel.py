@@ -52,9 +52,9 @@ class Processes:
         return summed
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Replaces each gradient by its sum over processes; one that is missing counts as zeros."""
+        """Replaces each gradient by its sum over processes; one that is missing counts as zeros, unless it is frozen."""
         for parameter in parameters:
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         if self.world_size == 1:
             return

@@ -63,16 +63,16 @@ class ReplayRows:
         mask_NK = targets.label_mask & entering_NK
         return batch, targets._replace(label_mask=mask_NK, labels=np.where(mask_NK, targets.labels, 0.0).astype(np.float32))
 
-    def trained(self) -> npt.NDArray[np.void]:
-        """Example ids [n] of which any label enters in this stretch: the run's offset log."""
-        ids = [np.zeros(0, dtype="V16")]
-        for start in range(0, len(self), 65_536):
-            rows = np.arange(start, min(start + 65_536, len(self)))
-            shown = self._shown(rows)
-            targets = self.replay._targets(self.examples, shown)  # labels alone: features are not needed here
-            enters_N = (targets.label_mask & self._entering(self._closed_ms(rows))).any(axis=1)
-            ids.append(targets.example_id[enters_N].view("V16"))
-        return np.concatenate(ids)
+    def trained(self) -> Rows:
+        """Impressions of the log [n] of which any label enters in this stretch: what a snapshot has seen."""
+        log, known_by_ms = self.replay.impressions, self.examples.known_by_ms
+        shown = self.examples.impression
+        settled_NK = self._entering(log.event_ms[shown][:, None] + self._windows_ms)
+        for k in range(len(self._windows_ms)):
+            parent = self.replay.spec.parent_index(k)
+            if parent is not None:
+                settled_NK[:, k] &= log.label_ms[shown, parent] <= known_by_ms
+        return np.unique(shown[settled_NK.any(axis=1)])
 
     def _shown(self, rows: Rows) -> Rows:
         _, at = expand(self.examples.offsets[rows], self.examples.offsets[rows + 1])
@@ -88,3 +88,8 @@ class ReplayRows:
         if self._settled_after_ms is not None:
             entering &= closed_NK > self._settled_after_ms
         return entering
+
+
+def spread(total: int, most: int) -> Rows:
+    """At most `most` of `total` rows, evenly over all."""
+    return np.unique(np.linspace(0, total - 1, min(total, most)).astype(np.int64))

@@ -73,7 +73,7 @@ def test_a_version_that_does_not_reproduce_its_golden_request_is_never_published
         return lambda batch: load(folder)(batch) + np.float32(0.01)
 
     published(tmp_path, "1")
-    with pytest.raises(CorruptArtefact, match="misses its golden request by 0.01"):
+    with pytest.raises(CorruptArtefact, match=r"misses its golden request by 0\.01"):
         published(tmp_path, "2", loader=wrong)
     assert artefact.current(tmp_path, "small").name == "1"
     assert artefact.versions(tmp_path, "small") == ["1"]
