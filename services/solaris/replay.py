@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from feature_store.batch import Array
 from feature_store.ids import ABSENT
+from feature_store.transfer import Pairs
 from services.solaris.lifetimes import Lifetimes
 from services.solaris.reader import PairRead, PairReader, nothing
 from services.solaris.rows import NO_SURFACE, Pair
@@ -62,8 +62,8 @@ class PairReplay:
 
     def read(
         self, user_key: Keys, ad_key: Keys, group_key: Keys, as_of_ms: Keys
-    ) -> dict[str, Array]:
-        """Pair tensors of n rows by their names in the feature batch.
+    ) -> Pairs:
+        """Pair embeddings of n rows.
 
         Args:
             user_key: [n] users.
@@ -75,7 +75,7 @@ class PairReplay:
         for rows, read in self._reads(user_key, ad_key, group_key, as_of_ms):
             for name, values in read.tensors().items():
                 out[name][rows] = values
-        return out
+        return Pairs(out["pair_q"], out["pair_scale"], out["pair_level"], out["pair_meta"])  # type: ignore[arg-type]  # dtypes are those of `nothing`
 
     def _reads(
         self, user_key: Keys, ad_key: Keys, group_key: Keys, as_of_ms: Keys

@@ -5,7 +5,7 @@ Knows layouts and the decayed mean. Does not know keys, stores, clocks or models
 A user's pairs lie in one wide row; a field holds one `Pair` (`ad:<ad key>`) or one `Mean` (`g:<ad group key>`, `u`).
 Little-endian, fixed width for a given dimension D, so that a thousand fields decode in one `frombuffer`:
 
-    format u8 | dim u16 | space 8s | model version 32s | surface i16 | computed_ms i64 | available_ms i64 | …
+    format u8 | dim u16 | space 8s | model version 48s | surface i16 | computed_ms i64 | available_ms i64 | …
     Pair: … | scale f32 | vector i8[D]
     Mean: … | count i64 | weight f64 | reference_ms i64 | mean f32[D]
 """
@@ -23,7 +23,7 @@ from feature_store.errors import InvalidInput
 
 PAIR_FORMAT = 1
 MEAN_FORMAT = 2
-VERSION_BYTES = 32
+VERSION_BYTES = 48
 SPACE_BYTES = 8
 NO_SURFACE = -1
 _HEADER = [
@@ -46,7 +46,7 @@ class Pair:
     space_id: bytes
     """Coordinate system, 8 bytes."""
     model_version: str
-    """Version of the foundation model, at most 32 bytes of UTF-8."""
+    """Version of the foundation model, at most 48 bytes of UTF-8."""
     surface: int
     """Index of the surface whose request asked for it; -1 if none did."""
     computed_ms: int
@@ -107,6 +107,15 @@ def quantize(
     scales = (np.abs(values).max(axis=1, initial=0.0) / MAX_STEPS).astype(np.float32)
     steps = np.divide(values, scales[:, None], out=np.zeros_like(values), where=scales[:, None] > 0)
     return np.clip(np.rint(steps), -MAX_STEPS, MAX_STEPS).astype(np.int8), scales
+
+
+def quantize_finite(
+    values: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """`quantize`, and which vectors [N] are finite; the others are coded as zeros, not to be stored."""
+    finite_N = np.asarray(np.isfinite(values).all(axis=1))
+    steps, scales = quantize(np.where(finite_N[:, None], values, 0.0).astype(np.float32))
+    return steps, scales, finite_N
 
 
 def add(mean: Mean | None, pair: Pair, *, half_life_ms: float) -> Mean:

@@ -52,7 +52,6 @@ def run(settings: VerticalSettings) -> None:
 def loader(source: ModelSource, spec: Spec, settings: VerticalSettings) -> Callable[[], Scorer]:
     """What loads and proves one artefact."""
     pins = Pins(
-        spec_hash=spec.hash,
         loopfm_space=bytes.fromhex(settings.loopfm_space),
         solaris_space=bytes.fromhex(settings.solaris_space),
     )

@@ -49,7 +49,7 @@ def asked(rows: list[tuple[int, int, int]]) -> tuple[np.ndarray, ...]:
 def test_no_row_is_read_before_it_was_available(tmp_path: Path) -> None:
     replay = replayed(tmp_path, [new_pair(1, 2, 0, 8)])
     got = replay.read(*asked([(1, 2, 9), (1, 2, 10), (1, 3, 10), (2, 2, 10)]))
-    assert got["pair_level"].tolist() == [
+    assert got.level.tolist() == [
         Level.DEFAULT, Level.EXACT, Level.AD_GROUP, Level.DEFAULT,
     ]  # fmt: skip
 
@@ -57,14 +57,14 @@ def test_no_row_is_read_before_it_was_available(tmp_path: Path) -> None:
 def test_other_spaces_are_left_out_and_repeated_rows_count_once(tmp_path: Path) -> None:
     pairs = [new_pair(1, 2, 0, 8), new_pair(1, 2, 0, 8), new_pair(1, 4, 0, 9, space=OTHER)]
     got = replayed(tmp_path, pairs).read(*asked([(1, 3, 10), (1, 4, 10)]))
-    assert got["pair_level"].tolist() == [Level.AD_GROUP, Level.USER]
-    assert got["pair_meta"][:, 1].tolist() == [1, 1]
+    assert got.level.tolist() == [Level.AD_GROUP, Level.USER]
+    assert got.meta[:, 1].tolist() == [1, 1]
 
 
 def test_nothing_asked_is_nothing_read(tmp_path: Path) -> None:
     none = np.zeros(0, dtype=np.int64)
     got = replayed(tmp_path, [new_pair(1, 2, 0, 8)]).read(none, none, none, none)
-    assert got["pair_q"].shape == (0, DIM)
+    assert got.q.shape == (0, DIM)
 
 
 WRITES = st.lists(
@@ -98,6 +98,6 @@ def test_a_replay_gives_the_bytes_that_were_served(
         served = reader.read(
             user, [ad], [ad // 2 if ad else None], as_of_ms=T0 + at, space_id=SPACE, dim=DIM
         )
-        for name, values in served.tensors().items():
-            assert got[name][row].tobytes() == values[0].tobytes(), name
+        for replayed_values, (name, values) in zip(got, served.tensors().items(), strict=True):
+            assert replayed_values[row].tobytes() == values[0].tobytes(), name
     store.close()

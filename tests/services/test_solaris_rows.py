@@ -58,8 +58,8 @@ def test_absent_fields_decode_to_unreadable_rows_in_place() -> None:
 def test_a_space_id_or_version_that_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match="8"):
         pair([1], space=b"short")
-    with pytest.raises(InvalidInput, match="32 bytes"):
-        pair([1], version="v" * 33)
+    with pytest.raises(InvalidInput, match="48 bytes"):
+        pair([1], version="v" * 49)
 
 
 @settings(max_examples=50, deadline=None)

@@ -28,7 +28,7 @@ from services.solaris.admission import Claimed
 from services.solaris.keys import Keys
 from services.solaris.ledger import DROPPED, WORKED, WRITTEN_IN, Ledger
 from services.solaris.lifetimes import status_key
-from services.solaris.rows import NO_SURFACE, Pair, quantize
+from services.solaris.rows import NO_SURFACE, Pair, quantize_finite
 from services.solaris.worker.batching import concatenate
 from services.solaris.worker.clock import Clock
 from services.solaris.writer import NewPair, PairWriter, WideRowStore
@@ -282,11 +282,8 @@ class Worker:
         with span("solaris.forward"):
             vectors_ND = self._embedder.embed(concatenate([state.batch for _, state in ready]))
         self._ledger.add_all(WORKED, {"forwards": 1, "tasks": len(ready), "pairs": len(vectors_ND)})
-        finite_N = np.asarray(np.isfinite(vectors_ND).all(axis=1))
+        steps_ND, scales_N, finite_N = quantize_finite(vectors_ND)
         self._ledger.add(DROPPED, "not_finite", int((~finite_N).sum()))
-        steps_ND, scales_N = quantize(
-            np.where(finite_N[:, None], vectors_ND, 0.0).astype(np.float32)
-        )
         owners = [
             (job, ad_key, group_key)
             for job, state in ready
