@@ -59,6 +59,8 @@ class ServerSettings:
     """Seconds between NOT_SERVING and the last accepted call."""
     grace_seconds: float = 10.0
     """Seconds that calls in flight may take to finish."""
+    connection_seconds: float = 300.0
+    """Age at which a connection is renewed, so that clients find replicas that came later."""
     token_file: Path | None = None
     """File of bearer tokens, one a line, of which a caller must send one; none for a network that is trusted."""
     log_level: str = "INFO"
@@ -189,6 +191,8 @@ def _build(
             ("grpc.max_receive_message_length", settings.limits.max_message_bytes),
             ("grpc.max_send_message_length", settings.limits.max_message_bytes),
             ("grpc.so_reuseport", 0),
+            ("grpc.max_connection_age_ms", round(1000 * settings.connection_seconds)),
+            ("grpc.max_connection_age_grace_ms", round(1000 * settings.grace_seconds)),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ],

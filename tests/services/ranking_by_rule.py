@@ -49,6 +49,7 @@ class RankingByRule(router_service_pb2_grpc.RankingServiceServicer):
         }
         if request.surface in refusals:
             raise refusals[request.surface]
+        context.set_trailing_metadata((("peer", context.peer()),))
         return wire.ExplainResponse(bucket=self._rules[request.surface](context))
 
     def _stages(self, context: grpc.ServicerContext) -> int:

@@ -384,6 +384,23 @@ def test_a_call_in_flight_is_answered_before_the_server_stops(started: Processes
         assert pending.result().bucket == 7
 
 
+def test_connections_are_renewed_under_load_without_a_failed_call() -> None:
+    config = ServerSettings(listen="127.0.0.1:0", drain_seconds=0.0, connection_seconds=0.1)
+    peers: set[str] = set()
+    with running([ranking()], config, call_metrics=CallMetrics(CollectorRegistry())) as server:
+        server.health.ready()
+        with client.connect(f"127.0.0.1:{server.port}", limits=LIMITS) as channel:
+            stub = router_service_pb2_grpc.RankingServiceStub(channel)
+            begun = time.monotonic()
+            while time.monotonic() - begun < 1.0:
+                answer, call = stub.Explain.with_call(
+                    wire.ExplainRequest(surface="answer"), timeout=5.0
+                )
+                assert answer.bucket == 7
+                peers.add(dict(call.trailing_metadata())["peer"])
+    assert len(peers) > 2
+
+
 def test_a_missing_setting_ends_the_process_naming_it(started: Processes) -> None:
     server = started.start("tests.services.ranking_by_rule", {"GEM_LISTEN": "nowhere"})
     assert server.popen.wait(20) != 0
