@@ -69,6 +69,14 @@ def count(
     return Counted(user, ad)
 
 
+def counted_until(spec: Spec, impressions: Impressions, events: Events, until_ms: int) -> Rows:
+    """The states of all counters once every fact known at an instant has been applied."""
+    aggregates = AggregateSet(spec)
+    rows = Rows(len(aggregates.groups))
+    _Feed(aggregates, _sorted(spec, impressions, events), rows).advance(until_ms)
+    return rows
+
+
 def _read(
     aggregates: AggregateSet, rows: Rows, feed: _Feed, impressions: Impressions, chunk: Ints, at_ms: Ints, ad_ids_NA: Ints
 ) -> npt.NDArray[np.float64]:

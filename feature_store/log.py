@@ -104,6 +104,8 @@ class History:
     """[n, ED]"""
     impression: Ints
     """[n] row of the impression; -1 for other sources."""
+    names: npt.NDArray[np.void]
+    """[n] 16 bytes that name the event or impression."""
     place: Ints
     """[n] where the row stands among the rows of all sources by (event_ms, source priority, event id)."""
 
@@ -232,12 +234,13 @@ def _history(
         user, ad, when = impressions.user_key, impressions.ad_key, impressions.event_ms
         available, surface, request = impressions.available_ms, impressions.surface, impressions.request
         ids, impression, place = impressions.ad_ids, rows, places[0]
+        names = impressions.example_id
     else:
         rows = np.flatnonzero(events.source == spec.event_sources.index(source))
         user, ad, when = events.user_key[rows], events.ad_key[rows], events.event_ms[rows]
         available, surface = events.available_ms[rows], events.surface[rows]
         request = impression = np.full(len(rows), -1, dtype=np.int64)
-        ids, place = events.ad_ids[rows], places[1][rows]
+        ids, place, names = events.ad_ids[rows], places[1][rows], events.event_id[rows]
     order = np.lexsort((np.arange(len(rows)), when, user))
     users, start = np.unique(user[order], return_index=True)
     stop = np.append(start[1:], len(rows)).astype(np.int64)
@@ -250,6 +253,7 @@ def _history(
         ids=_copied_ids(layout, ids[order], copied),
         dense=_copied_dense(layout, dense, copied),
         impression=impression[order],
+        names=names[order],
         place=place[order],
     )
 

@@ -25,16 +25,18 @@ class VersionIndex:
         order = np.lexsort((valid_from_ms, since, keys))
         self.order = order[_not_outdated(keys[order], valid_from_ms[order])]
         """Table rows that are ever in force, in index order."""
-        self._keys, start = np.unique(keys[self.order], return_index=True)
+        self.keys: Ints
+        """[k] sorted keys that ever have a version."""
+        self.keys, start = np.unique(keys[self.order], return_index=True)
         stop = np.append(start[1:], len(self.order)).astype(np.int64)
         none = np.full(len(self.order), -1, dtype=np.int64)
         self._segments = Segments(start.astype(np.int64), stop, since[self.order], since[self.order], none)
 
     def at(self, keys: Ints, at_ms: Ints) -> Ints:
         """[q] table row in force for each key at each instant; -1 where there is none."""
-        segment = positions(self._keys, keys)
+        segment = positions(self.keys, keys)
         found = before(self._segments, Queries(segment, at_ms + 1, segment)) - 1
-        first = self._segments.start[np.maximum(segment, 0)] if len(self._keys) else np.zeros(len(keys), np.int64)
+        first = self._segments.start[np.maximum(segment, 0)] if len(self.keys) else np.zeros(len(keys), np.int64)
         known = (segment >= 0) & (found >= first)
         return np.where(known, self.order[np.maximum(found, 0)] if len(self.order) else -1, -1)
 
