@@ -1,176 +1,212 @@
-"""Online rows in Redis or Valkey.
+"""Online rows and streams in Redis or Valkey: what a cluster uses.
 
-Knows commands, pipelines and timeouts. Does not know what a row says.
-
-A row is a string whose first eight bytes are its version. Calls never wait longer than the timeout; a call that failed is
-not repeated here, for its caller knows better whether it is worth it.
+Knows commands and pipelines. Does not know what is stored. One round trip a call.
 """
 
 from __future__ import annotations
 
-import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, cast
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from feature_store.errors import DeadlineExceeded, NotReady
-from feature_store.online import NO_ROW, TIMEOUT_SECONDS, Change, Versioned
+from feature_store.errors import NotReady
+from feature_store.online import Versioned, check_prefix, split_version, with_version
+from feature_store.streams import Item
 
-VERSION_BYTES = 8
-_SCAN = 1000
 _COMPARE_AND_SET = """
-for i, key in ipairs(KEYS) do
-  if redis.call('GETRANGE', key, 0, 7) ~= ARGV[3 * i - 2] then return 0 end
-end
-for i, key in ipairs(KEYS) do
-  local ttl = ARGV[3 * i]
-  if ttl == '' then redis.call('SET', key, ARGV[3 * i - 1])
-  else redis.call('SET', key, ARGV[3 * i - 1], 'PX', ttl) end
-end
+local held = redis.call('GET', KEYS[1])
+local version = held and string.sub(held, 1, 8) or string.rep('\\0', 8)
+if version ~= ARGV[1] then return 0 end
+if ARGV[3] == '' then redis.call('SET', KEYS[1], ARGV[2]) else redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) end
 return 1
 """
+_GLOB = str.maketrans({c: f"\\{c}" for c in "*?[]\\"})
+_SCAN = 1000
+_FIELD = b"d"
+
+
+class _Client:
+    """A connection pool with a time limit on every call."""
+
+    def __init__(self, url: str, *, timeout_seconds: float) -> None:
+        self.url = url
+        self.redis: Any = redis.Redis.from_url(  # redis-py types replies as unions of sync and async
+            url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds
+        )
+
+    @contextmanager
+    def answering(self) -> Iterator[Any]:
+        try:
+            yield self.redis
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            raise NotReady(f"store {_shown(self.url)} does not answer: {error}") from error
+
+    def close(self) -> None:
+        self.redis.close()
 
 
 class RedisStore:
-    """The `OnlineStore` of a cluster."""
+    """Online rows in Redis."""
 
-    def __init__(self, url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        self._client = connect(url, timeout_seconds=timeout_seconds)
-        self._swap = self._client.register_script(_COMPARE_AND_SET)
+    def __init__(self, url: str, *, timeout_seconds: float = 1.0) -> None:
+        self._client = _Client(url, timeout_seconds=timeout_seconds)
+        self._swap: Callable[..., Any] = self._client.redis.register_script(_COMPARE_AND_SET)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values of n rows in one MGET."""
-        return [row.value for row in self.get_versioned(keys)]
-
-    def get_versioned(self, keys: Sequence[str]) -> list[Versioned]:
-        """Values of n rows with their versions in one MGET."""
+        """Values in the order of the keys; None where there is none or it has expired."""
         if not keys:
             return []
-        with translated():
-            stored = cast(list[bytes | None], self._client.mget(list(keys)))
-        return [_split(row) for row in stored]
+        with self._client.answering() as client:
+            return cast(list[bytes | None], client.mget(keys))
 
     def put_many(self, values: Mapping[str, bytes], *, ttl_ms: int | None = None) -> None:
-        """Writes rows in one pipeline."""
-        with translated(), self._client.pipeline(transaction=False) as pipeline:
+        """Writes values; they expire after `ttl_ms`."""
+        with self._client.answering() as client, client.pipeline(transaction=False) as pipe:
             for key, value in values.items():
-                pipeline.set(key, _new_version() + value, px=ttl_ms)
-            pipeline.execute()
+                pipe.set(key, value, px=ttl_ms)
+            pipe.execute()
 
-    def compare_and_set(self, changes: Mapping[str, Change]) -> bool:
-        """Writes all rows if none has changed, in one script."""
-        arguments: list[bytes | str | int] = []
-        for change in changes.values():
-            expected = change.version.to_bytes(VERSION_BYTES, "big") if change.version else b""
-            ttl = "" if change.ttl_ms is None else change.ttl_ms
-            arguments += [expected, _new_version() + change.value, ttl]
-        if not arguments:
-            return True
-        with translated():
-            return bool(self._swap(keys=list(changes), args=arguments))
+    def read_versioned(self, keys: Sequence[str]) -> list[Versioned]:
+        """Versioned values in the order of the keys."""
+        return [split_version(stored) for stored in self.get_many(keys)]
 
-    def hget_all(self, key: str) -> dict[str, bytes]:
-        """All fields of a wide row."""
-        with translated():
-            fields = cast(dict[bytes, bytes], self._client.hgetall(key))
-        return {field.decode(): value for field, value in fields.items()}
+    def compare_and_set(self, key: str, version: int, value: bytes, *, ttl_ms: int | None = None) -> bool:
+        """Writes a versioned value if its version still is `version`; says whether it did."""
+        held = with_version(b"", version)
+        arguments = [held, with_version(value, version + 1), "" if ttl_ms is None else ttl_ms]
+        with self._client.answering():
+            return bool(self._swap(keys=[key], args=arguments))
 
     def hget_many(self, key: str, fields: Sequence[str]) -> list[bytes | None]:
-        """Values of n fields of a wide row in one HMGET."""
+        """Fields of a wide row."""
         if not fields:
             return []
-        with translated():
-            return cast(list[bytes | None], self._client.hmget(key, list(fields)))
+        with self._client.answering() as client:
+            return cast(list[bytes | None], client.hmget(key, fields))
 
-    def hset_many(
-        self, key: str, values: Mapping[str, bytes], *, ttl_ms: int | None = None
-    ) -> None:
-        """Writes fields of a wide row, and prolongs its life, in one transaction."""
+    def hget_all(self, key: str) -> Mapping[str, bytes]:
+        """All fields of a wide row."""
+        with self._client.answering() as client:
+            return {field.decode(): value for field, value in client.hgetall(key).items()}
+
+    def hset_many(self, key: str, values: Mapping[str, bytes], *, ttl_ms: int | None = None) -> None:
+        """Writes fields of a wide row at once; the row lives at least `ttl_ms` from now."""
         if not values:
             return
-        with translated(), self._client.pipeline(transaction=True) as pipeline:
-            pipeline.hset(key, mapping=cast(Any, dict(values)))
+        with self._client.answering() as client, client.pipeline(transaction=True) as pipe:
+            pipe.hset(key, mapping=dict(values))
             if ttl_ms is not None:
-                pipeline.pexpire(key, ttl_ms, nx=True)
-                pipeline.pexpire(key, ttl_ms, gt=True)
-            pipeline.execute()
-
-    def keys(self, pattern: str) -> Iterator[str]:
-        """Keys that match a glob."""
-        with translated():
-            escaped = re.sub(r"([\[\]\\])", r"\\\1", pattern)
-            for key in self._client.scan_iter(match=escaped, count=_SCAN):
-                yield cast(bytes, key).decode()
-
-    def delete(self, keys: Sequence[str]) -> int:
-        """Removes rows of either kind."""
-        removed = 0
-        with translated():
-            for first in range(0, len(keys), _SCAN):
-                removed += cast(int, self._client.unlink(*keys[first : first + _SCAN]))
-        return removed
+                pipe.pexpire(key, ttl_ms, nx=True)
+                pipe.pexpire(key, ttl_ms, gt=True)
+            pipe.execute()
 
     def delete_prefix(self, prefix: str) -> int:
-        """Removes all rows whose key begins so."""
-        if re.search(r"[*?]", prefix):
-            raise ValueError(f"prefix {prefix!r} holds a wildcard; give the plain beginning of keys")
-        return self.delete(list(self.keys(f"{prefix}*")))
+        """Removes every row whose name begins so; returns how many."""
+        pattern = check_prefix(prefix).translate(_GLOB) + "*"
+        removed, batch = 0, []
+        with self._client.answering() as client:
+            for key in client.scan_iter(match=pattern, count=_SCAN):
+                batch.append(key)
+                if len(batch) == _SCAN:
+                    removed += client.unlink(*batch)
+                    batch = []
+            return removed + (client.unlink(*batch) if batch else 0)
 
     def ping(self) -> None:
-        """PING."""
-        with translated():
-            self._client.ping()
+        """Returns if the server answers."""
+        with self._client.answering() as client:
+            client.ping()
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes all connections."""
         self._client.close()
 
     def __enter__(self) -> Self:
-        """The store."""
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes it."""
         self.close()
 
 
-def connect(url: str, *, timeout_seconds: float) -> redis.Redis:
-    """A client that gives up after `timeout_seconds` and never tries again by itself."""
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=timeout_seconds,
-        socket_connect_timeout=timeout_seconds,
-        retry=Retry(NoBackoff(), 0),
-    )
+class RedisStream:
+    """A Redis stream with consumer groups."""
+
+    def __init__(self, url: str, name: str, *, max_length: int, timeout_seconds: float = 5.0) -> None:
+        self._client = _Client(url, timeout_seconds=timeout_seconds + 5.0)
+        self._key, self._max_length = f"stream/{name}", max_length
+        self._groups: set[str] = set()
+
+    def append(self, items: Sequence[bytes]) -> list[str]:
+        """Adds items."""
+        with self._client.answering() as client, client.pipeline(transaction=True) as pipe:
+            for item in items:
+                pipe.xadd(self._key, {_FIELD: item}, maxlen=self._max_length, approximate=True)
+            return [name.decode() for name in pipe.execute()]
+
+    def claim(
+        self, group: str, consumer: str, limit: int, block_ms: int, *, reclaim_idle_ms: int = 60_000
+    ) -> list[Item]:
+        """Items that nobody in the group has, or that a consumer has held too long; waits up to `block_ms`."""
+        with self._client.answering() as client:
+            self._join(client, group)
+            idle = client.xautoclaim(self._key, group, consumer, reclaim_idle_ms, count=limit)[1]
+            items = _items(idle)
+            if len(items) < limit:
+                wait = None if items or block_ms <= 0 else min(block_ms, 4000)
+                read = client.xreadgroup(group, consumer, {self._key: ">"}, count=limit - len(items), block=wait)
+                items += [item for _, entries in read or [] for item in _items(entries)]
+            return items
+
+    def ack(self, group: str, ids: Sequence[str]) -> None:
+        """Items that need not be delivered again."""
+        if ids:
+            with self._client.answering() as client:
+                client.xack(self._key, group, *ids)
+
+    def lag(self, group: str) -> int:
+        """Items that the group has not acknowledged."""
+        with self._client.answering() as client:
+            self._join(client, group)
+            info = next(g for g in client.xinfo_groups(self._key) if g["name"] == group.encode())
+            unread = info.get("lag")
+            if unread is None:  # Redis loses count when entries were trimmed
+                unread = len(client.xrange(self._key, min=b"(" + info["last-delivered-id"]))
+            return int(unread) + int(info["pending"])
+
+    def _join(self, client: Any, group: str) -> None:
+        if group in self._groups:
+            return
+        try:
+            client.xgroup_create(self._key, group, id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+        self._groups.add(group)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-@contextmanager
-def translated() -> Iterator[None]:
-    """Errors of the client as the platform names them."""
-    try:
-        yield
-    except redis.TimeoutError as error:
-        raise DeadlineExceeded(f"Redis did not answer in time: {error}") from error
-    except (redis.RedisError, OSError) as error:
-        raise NotReady(f"Redis does not answer: {error}; check the store's address") from error
+def _items(entries: Sequence[tuple[bytes, Mapping[bytes, bytes] | None]]) -> list[Item]:
+    """Entries that were trimmed while pending have no fields any more."""
+    return [Item(name.decode(), fields[_FIELD]) for name, fields in entries if fields]
 
 
-def _split(row: bytes | None) -> Versioned:
-    if row is None:
-        return Versioned(None, NO_ROW)
-    return Versioned(row[VERSION_BYTES:], int.from_bytes(row[:VERSION_BYTES], "big"))
-
-
-def _new_version() -> bytes:
-    return (secrets.randbits(62) + 1).to_bytes(VERSION_BYTES, "big")
+def _shown(url: str) -> str:
+    """The URL without a password."""
+    head, at, tail = url.rpartition("@")
+    return f"{head.partition('://')[0]}://…@{tail}" if at else url

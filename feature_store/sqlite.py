@@ -1,69 +1,72 @@
-"""Online rows in one SQLite file, shared by any number of threads and processes of one machine.
+"""Online rows and streams in one SQLite file: several processes and threads, no server.
 
-Knows SQL, connections and expiry. Does not know what a row says.
-
-The file is in WAL mode: readers never wait for the writer. A commit survives the death of any process at any instant, and
-may be lost with the machine's power (`synchronous = NORMAL`).
+Knows SQL. Does not know what is stored. Write-ahead logging lets readers go on while one writes.
 """
 
 from __future__ import annotations
 
-import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from feature_store.errors import DeadlineExceeded, NotReady
-from feature_store.online import NO_ROW, TIMEOUT_SECONDS, Change, Versioned
+from feature_store.errors import NotReady
+from feature_store.online import Versioned, check_prefix, split_version, with_version
+from feature_store.streams import Item
 
-CHUNK = 900
-"""Keys of one statement."""
-PURGE_SECONDS = 60.0
-"""Expired rows are never read; they are removed this often."""
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS rows (key TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL, expires_ms INTEGER) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS rows_expiry ON rows (expires_ms) WHERE expires_ms IS NOT NULL;
-CREATE TABLE IF NOT EXISTS wide (key TEXT PRIMARY KEY, expires_ms INTEGER) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS fields (key TEXT, field TEXT, value BLOB NOT NULL, PRIMARY KEY (key, field)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS row (key TEXT PRIMARY KEY, value BLOB NOT NULL, expires_ms INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS wide (key TEXT, field TEXT, value BLOB NOT NULL, PRIMARY KEY (key, field)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS wide_expiry (key TEXT PRIMARY KEY, expires_ms INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS item (stream TEXT, id INTEGER, data BLOB NOT NULL, PRIMARY KEY (stream, id));
+CREATE TABLE IF NOT EXISTS stream_end (stream TEXT PRIMARY KEY, last INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS consumer_group (stream TEXT, name TEXT, read INTEGER NOT NULL, PRIMARY KEY (stream, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS pending (stream TEXT, name TEXT, id INTEGER, consumer TEXT, since_ms INTEGER,
+  PRIMARY KEY (stream, name, id)) WITHOUT ROWID;
 """
-_PUT = """
-INSERT INTO rows (key, version, value, expires_ms) VALUES (?, ?, ?, ?)
-ON CONFLICT (key) DO UPDATE SET version = excluded.version, value = excluded.value, expires_ms = excluded.expires_ms
-"""
-_PROLONG = """
-INSERT INTO wide (key, expires_ms) VALUES (?, ?)
-ON CONFLICT (key) DO UPDATE SET expires_ms = max(
-    coalesce(excluded.expires_ms, wide.expires_ms), coalesce(wide.expires_ms, excluded.expires_ms))
-"""
-_ALIVE = "(expires_ms IS NULL OR expires_ms > ?)"
+_CHUNK = 500
+_POLL_SECONDS = 0.02
 
 
-class Database:
-    """One file: a connection for each thread that asks, and errors as the platform names them."""
+class _File:
+    """A database file with a connection a thread."""
 
-    def __init__(self, path: str, schema: str, *, timeout_seconds: float) -> None:
-        self._path, self._schema, self._timeout_seconds = path, schema, timeout_seconds
+    def __init__(self, path: str, *, timeout_seconds: float) -> None:
+        self._path, self._timeout = path, timeout_seconds
         self._local = threading.local()
-        self._lock = threading.Lock()
         self._open: list[sqlite3.Connection] = []
-        self._closed = False
+        self._lock = threading.Lock()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with self._answering():
+            self.connection().executescript(_SCHEMA)
+
+    def connection(self) -> sqlite3.Connection:
+        held: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if held is None:
+            held = sqlite3.connect(
+                self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False
+            )
+            held.execute("PRAGMA journal_mode=WAL")
+            held.execute("PRAGMA synchronous=NORMAL")
+            self._local.connection = held
+            with self._lock:
+                self._open.append(held)
+        return held
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection in autocommit: each statement sees one state of the file."""
-        with _translated(self._path):
-            yield self._connection()
+        with self._answering():
+            yield self.connection()
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that holds the writer's lock from its start; committed on leaving, rolled back by an error."""
-        with _translated(self._path):
-            connection = self._connection()
+        """One transaction; rolled back if anything fails."""
+        with self._answering():
+            connection = self.connection()
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
@@ -72,236 +75,244 @@ class Database:
                 raise
             connection.execute("COMMIT")
 
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.OperationalError, sqlite3.ProgrammingError) as error:
+            raise NotReady(f"store {self._path} does not answer: {error}; it may be locked or closed") from error
+
     def close(self) -> None:
-        """Closes every thread's connection."""
         with self._lock:
-            self._closed = True
             for connection in self._open:
                 connection.close()
             self._open.clear()
 
-    def _connection(self) -> sqlite3.Connection:
-        found: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if found is None:
-            found = self._local.connection = self._connect()
-        return found
-
-    def _connect(self) -> sqlite3.Connection:
-        with self._lock:
-            if self._closed:
-                raise NotReady(f"store {self._path} is closed; open it again")
-            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(
-                self._path,
-                timeout=self._timeout_seconds,
-                isolation_level=None,
-                check_same_thread=False,
-            )
-            self._open.append(connection)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.executescript(self._schema)
-        return connection
-
 
 class SqliteStore:
-    """The `OnlineStore` of one machine."""
+    """Online rows in a file."""
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._database = Database(path, _SCHEMA, timeout_seconds=timeout_seconds)
-        self._clock = clock
-        self._purge_at = 0.0
+    def __init__(self, path: str, *, timeout_seconds: float = 1.0) -> None:
+        self._file = _File(path, timeout_seconds=timeout_seconds)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values of n rows in the order of keys."""
-        return [row.value for row in self.get_versioned(keys)]
-
-    def get_versioned(self, keys: Sequence[str]) -> list[Versioned]:
-        """Values of n rows with their versions."""
-        found: dict[str, Versioned] = {}
-        with self._database.reading() as connection:
-            for some in _chunks(keys):
-                statement = (
-                    f"SELECT key, value, version FROM rows WHERE key IN ({_marks(some)}) AND {_ALIVE}"
-                )
-                for key, value, version in connection.execute(statement, [*some, self._now_ms()]):
-                    found[key] = Versioned(value, version)
-        missing = Versioned(None, NO_ROW)
-        return [found.get(key, missing) for key in keys]
+        """Values in the order of the keys; None where there is none or it has expired."""
+        now, found = _now_ms(), {}
+        with self._file.reading() as db:
+            for part in _parts(keys):
+                rows = db.execute(f"SELECT key, value, expires_ms FROM row WHERE key IN ({_marks(part)})", part)
+                found.update({key: value for key, value, expires in rows if expires is None or expires > now})
+        return [found.get(key) for key in keys]
 
     def put_many(self, values: Mapping[str, bytes], *, ttl_ms: int | None = None) -> None:
-        """Writes rows in one transaction."""
-        expires = self._expiry(ttl_ms)
-        with self._database.writing() as connection:
-            self._purge(connection)
-            connection.executemany(
-                _PUT, [(key, _new_version(), value, expires) for key, value in values.items()]
+        """Writes values; they expire after `ttl_ms`."""
+        expires = None if ttl_ms is None else _now_ms() + ttl_ms
+        with self._file.writing() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO row VALUES (?, ?, ?)", [(key, value, expires) for key, value in values.items()]
             )
 
-    def compare_and_set(self, changes: Mapping[str, Change]) -> bool:
-        """Writes all rows if none has changed, in one transaction."""
-        with self._database.writing() as connection:
-            self._purge(connection)
-            now: dict[str, int] = {}
-            for some in _chunks(list(changes)):
-                statement = (
-                    f"SELECT key, version FROM rows WHERE key IN ({_marks(some)}) AND {_ALIVE}"
-                )
-                now.update(connection.execute(statement, [*some, self._now_ms()]).fetchall())
-            if any(now.get(key, NO_ROW) != change.version for key, change in changes.items()):
-                return False
-            rows = [
-                (key, _new_version(), change.value, self._expiry(change.ttl_ms))
-                for key, change in changes.items()
-            ]
-            connection.executemany(_PUT, rows)
-        return True
+    def read_versioned(self, keys: Sequence[str]) -> list[Versioned]:
+        """Versioned values in the order of the keys."""
+        return [split_version(stored) for stored in self.get_many(keys)]
 
-    def hget_all(self, key: str) -> dict[str, bytes]:
-        """All fields of a wide row."""
-        statement = f"SELECT field, value FROM fields WHERE key = ? AND key IN (SELECT key FROM wide WHERE key = ? AND {_ALIVE})"
-        with self._database.reading() as connection:
-            return dict(connection.execute(statement, (key, key, self._now_ms())).fetchall())
+    def compare_and_set(self, key: str, version: int, value: bytes, *, ttl_ms: int | None = None) -> bool:
+        """Writes a versioned value if its version still is `version`; says whether it did."""
+        now = _now_ms()
+        expires = None if ttl_ms is None else now + ttl_ms
+        with self._file.writing() as db:
+            row = db.execute("SELECT value, expires_ms FROM row WHERE key = ?", (key,)).fetchone()
+            alive = row is not None and (row[1] is None or row[1] > now)
+            if split_version(row[0] if alive else None).version != version:
+                return False
+            db.execute("INSERT OR REPLACE INTO row VALUES (?, ?, ?)", (key, with_version(value, version + 1), expires))
+            return True
 
     def hget_many(self, key: str, fields: Sequence[str]) -> list[bytes | None]:
-        """Values of n fields of a wide row."""
+        """Fields of a wide row."""
         found: dict[str, bytes] = {}
-        with self._database.reading() as connection:
-            for some in _chunks(fields):
-                statement = (
-                    f"SELECT field, value FROM fields WHERE key = ? AND field IN ({_marks(some)}) "
-                    f"AND EXISTS (SELECT 1 FROM wide WHERE key = ? AND {_ALIVE})"
-                )
-                found.update(
-                    connection.execute(statement, [key, *some, key, self._now_ms()]).fetchall()
-                )
+        with self._file.reading() as db:
+            if not _expired(db, key):
+                for part in _parts(fields):
+                    query = f"SELECT field, value FROM wide WHERE key = ? AND field IN ({_marks(part)})"
+                    found.update(db.execute(query, [key, *part]).fetchall())
         return [found.get(field) for field in fields]
 
-    def hset_many(
-        self, key: str, values: Mapping[str, bytes], *, ttl_ms: int | None = None
-    ) -> None:
-        """Writes fields of a wide row."""
+    def hget_all(self, key: str) -> Mapping[str, bytes]:
+        """All fields of a wide row."""
+        with self._file.reading() as db:
+            if _expired(db, key):
+                return {}
+            return dict(db.execute("SELECT field, value FROM wide WHERE key = ?", (key,)).fetchall())
+
+    def hset_many(self, key: str, values: Mapping[str, bytes], *, ttl_ms: int | None = None) -> None:
+        """Writes fields of a wide row at once; the row lives at least `ttl_ms` from now."""
         if not values:
             return
-        with self._database.writing() as connection:
-            self._purge(connection)
-            self._bury(connection, key)
-            connection.execute(_PROLONG, (key, self._expiry(ttl_ms)))
-            connection.executemany(
-                "INSERT OR REPLACE INTO fields (key, field, value) VALUES (?, ?, ?)",
-                [(key, field, value) for field, value in values.items()],
-            )
-
-    def keys(self, pattern: str) -> Iterator[str]:
-        """Keys that match a glob."""
-        statement = f"SELECT key FROM {{}} WHERE key GLOB ? AND {_ALIVE}"
-        with self._database.reading() as connection:
-            found = [
-                key
-                for table in ("rows", "wide")
-                for (key,) in connection.execute(
-                    statement.format(table), (pattern.replace("[", "[[]"), self._now_ms())
+        with self._file.writing() as db:
+            if _expired(db, key):
+                db.execute("DELETE FROM wide WHERE key = ?", (key,))
+                db.execute("DELETE FROM wide_expiry WHERE key = ?", (key,))
+            db.executemany("INSERT OR REPLACE INTO wide VALUES (?, ?, ?)", [(key, f, v) for f, v in values.items()])
+            if ttl_ms is not None:
+                db.execute(
+                    "INSERT INTO wide_expiry VALUES (?1, ?2) ON CONFLICT (key) DO UPDATE SET "
+                    "expires_ms = max(expires_ms, ?2)",
+                    (key, _now_ms() + ttl_ms),
                 )
-            ]
-        return iter(found)
-
-    def delete(self, keys: Sequence[str]) -> int:
-        """Removes rows of either kind."""
-        removed = 0
-        with self._database.writing() as connection:
-            for key in keys:
-                connection.execute("DELETE FROM fields WHERE key = ?", (key,))
-                for table in ("rows", "wide"):
-                    removed += connection.execute(
-                        f"DELETE FROM {table} WHERE key = ?", (key,)
-                    ).rowcount
-        return removed
 
     def delete_prefix(self, prefix: str) -> int:
-        """Removes all rows whose key begins so."""
-        removed = 0
-        with self._database.writing() as connection:
-            for table in ("fields", "wide", "rows"):
-                done = connection.execute(
-                    f"DELETE FROM {table} WHERE substr(key, 1, ?) = ?", (len(prefix), prefix)
-                )
-                removed += done.rowcount if table != "fields" else 0
-        return removed
+        """Removes every row whose name begins so; returns how many."""
+        bounds = (check_prefix(prefix), prefix + "\U0010ffff")
+        with self._file.writing() as db:
+            rows = db.execute("DELETE FROM row WHERE key >= ? AND key < ?", bounds).rowcount
+            wide = db.execute("SELECT count(DISTINCT key) FROM wide WHERE key >= ? AND key < ?", bounds).fetchone()[0]
+            db.execute("DELETE FROM wide WHERE key >= ? AND key < ?", bounds)
+            db.execute("DELETE FROM wide_expiry WHERE key >= ? AND key < ?", bounds)
+        return int(rows) + int(wide)
 
     def ping(self) -> None:
-        """Reads the file's schema."""
-        with self._database.reading() as connection:
-            connection.execute("SELECT 1 FROM rows LIMIT 1").fetchall()
+        """Returns if the file can be read."""
+        with self._file.reading() as db:
+            db.execute("SELECT 1").fetchone()
 
     def close(self) -> None:
-        """Closes the file."""
-        self._database.close()
+        """Closes every thread's connection."""
+        self._file.close()
 
     def __enter__(self) -> Self:
-        """The store."""
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes it."""
         self.close()
 
-    def _bury(self, connection: sqlite3.Connection, key: str) -> None:
-        """Removes a wide row that has expired, so that a new one does not inherit its fields."""
-        dead = connection.execute(
-            "DELETE FROM wide WHERE key = ? AND expires_ms <= ?", (key, self._now_ms())
-        )
-        if dead.rowcount:
-            connection.execute("DELETE FROM fields WHERE key = ?", (key,))
 
-    def _purge(self, connection: sqlite3.Connection) -> None:
-        now = self._clock()
-        if now < self._purge_at:
-            return
-        self._purge_at = now + PURGE_SECONDS
-        dead = (self._now_ms(),)
-        connection.execute("DELETE FROM rows WHERE expires_ms <= ?", dead)
-        connection.execute(
-            "DELETE FROM fields WHERE key IN (SELECT key FROM wide WHERE expires_ms <= ?)", dead
-        )
-        connection.execute("DELETE FROM wide WHERE expires_ms <= ?", dead)
+class SqliteStream:
+    """A stream in the same file as the rows."""
 
-    def _now_ms(self) -> int:
-        return int(self._clock() * 1000)
+    def __init__(self, path: str, name: str, *, max_length: int, timeout_seconds: float = 5.0) -> None:
+        self._file = _File(path, timeout_seconds=timeout_seconds)
+        self._name, self._max_length = name, max_length
 
-    def _expiry(self, ttl_ms: int | None) -> int | None:
-        return None if ttl_ms is None else self._now_ms() + ttl_ms
+    def append(self, items: Sequence[bytes]) -> list[str]:
+        """Adds items; they are durable when this returns."""
+        if not items:
+            return []
+        with self._file.writing() as db:
+            row = db.execute("SELECT last FROM stream_end WHERE stream = ?", (self._name,)).fetchone()
+            first = (row[0] if row else 0) + 1
+            ids = list(range(first, first + len(items)))
+            db.executemany(
+                "INSERT INTO item VALUES (?, ?, ?)", [(self._name, i, d) for i, d in zip(ids, items, strict=True)]
+            )
+            db.execute("INSERT OR REPLACE INTO stream_end VALUES (?, ?)", (self._name, ids[-1]))
+            bound = ids[-1] - self._max_length
+            if bound > 0:
+                db.execute("DELETE FROM item WHERE stream = ? AND id <= ?", (self._name, bound))
+                db.execute("DELETE FROM pending WHERE stream = ? AND id <= ?", (self._name, bound))
+        return [str(i) for i in ids]
+
+    def claim(
+        self, group: str, consumer: str, limit: int, block_ms: int, *, reclaim_idle_ms: int = 60_000
+    ) -> list[Item]:
+        """Items that nobody in the group has, or that a consumer has held too long; waits up to `block_ms`."""
+        deadline = time.monotonic() + block_ms / 1000
+        while True:
+            items = self._claim(group, consumer, limit, reclaim_idle_ms)
+            if items or time.monotonic() >= deadline:
+                return items
+            time.sleep(_POLL_SECONDS)
+
+    def _claim(self, group: str, consumer: str, limit: int, reclaim_idle_ms: int) -> list[Item]:
+        now, who = _now_ms(), (self._name, group)
+        if not self._anything(group, now - reclaim_idle_ms):
+            return []
+        with self._file.writing() as db:
+            db.execute("INSERT OR IGNORE INTO consumer_group VALUES (?, ?, 0)", who)
+            idle = "SELECT id FROM pending WHERE stream = ? AND name = ? AND since_ms <= ? ORDER BY id LIMIT ?"
+            ids = [row[0] for row in db.execute(idle, (*who, now - reclaim_idle_ms, limit))]
+            (read,) = db.execute("SELECT read FROM consumer_group WHERE stream = ? AND name = ?", who).fetchone()
+            fresh = "SELECT id FROM item WHERE stream = ? AND id > ? ORDER BY id LIMIT ?"
+            new = [row[0] for row in db.execute(fresh, (self._name, read, limit - len(ids)))]
+            if new:
+                db.execute("UPDATE consumer_group SET read = ? WHERE stream = ? AND name = ?", (new[-1], *who))
+            db.executemany(
+                "INSERT OR REPLACE INTO pending VALUES (?, ?, ?, ?, ?)",
+                [(*who, i, consumer, now) for i in (*ids, *new)],
+            )
+            found = dict(
+                db.execute(
+                    f"SELECT id, data FROM item WHERE stream = ? AND id IN ({_marks([*ids, *new])})",
+                    [self._name, *ids, *new],
+                ).fetchall()
+            )
+        return [Item(str(i), found[i]) for i in (*ids, *new) if i in found]
+
+    def _anything(self, group: str, idle_since_ms: int) -> bool:
+        """Whether a claim could find something: a read, so that waiting consumers do not lock the file."""
+        with self._file.reading() as db:
+            row = db.execute(
+                "SELECT read FROM consumer_group WHERE stream = ? AND name = ?", (self._name, group)
+            ).fetchone()
+            read = row[0] if row else 0
+            fresh = db.execute("SELECT 1 FROM item WHERE stream = ? AND id > ? LIMIT 1", (self._name, read)).fetchone()
+            return bool(fresh) or bool(
+                db.execute(
+                    "SELECT 1 FROM pending WHERE stream = ? AND name = ? AND since_ms <= ? LIMIT 1",
+                    (self._name, group, idle_since_ms),
+                ).fetchone()
+            )
+
+    def ack(self, group: str, ids: Sequence[str]) -> None:
+        """Items that need not be delivered again."""
+        with self._file.writing() as db:
+            db.executemany(
+                "DELETE FROM pending WHERE stream = ? AND name = ? AND id = ?",
+                [(self._name, group, int(i)) for i in ids],
+            )
+
+    def lag(self, group: str) -> int:
+        """Items that the group has not acknowledged."""
+        with self._file.reading() as db:
+            row = db.execute(
+                "SELECT read FROM consumer_group WHERE stream = ? AND name = ?", (self._name, group)
+            ).fetchone()
+            (unread,) = db.execute(
+                "SELECT count(*) FROM item WHERE stream = ? AND id > ?", (self._name, row[0] if row else 0)
+            ).fetchone()
+            (held,) = db.execute(
+                "SELECT count(*) FROM pending WHERE stream = ? AND name = ?", (self._name, group)
+            ).fetchone()
+        return int(unread) + int(held)
+
+    def close(self) -> None:
+        """Closes every thread's connection."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-@contextmanager
-def _translated(path: str) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        if "locked" in str(error) or "busy" in str(error):
-            raise DeadlineExceeded(f"store {path} is busy: {error}; try again") from error
-        raise NotReady(f"store {path} does not answer: {error}; check the file and its folder") from error
-    except (sqlite3.Error, OSError) as error:
-        raise NotReady(f"store {path} does not answer: {error}; check the file and its folder") from error
+def _expired(db: sqlite3.Connection, key: str) -> bool:
+    row = db.execute("SELECT expires_ms FROM wide_expiry WHERE key = ?", (key,)).fetchone()
+    return row is not None and row[0] <= _now_ms()
 
 
-def _new_version() -> int:
-    return secrets.randbits(62) + 1
+def _parts(keys: Sequence[str]) -> Iterator[list[str]]:
+    for first in range(0, len(keys), _CHUNK):
+        yield list(keys[first : first + _CHUNK])
 
 
-def _chunks(keys: Sequence[str]) -> Iterable[Sequence[str]]:
-    return (keys[first : first + CHUNK] for first in range(0, len(keys), CHUNK))
+def _marks(values: Sequence[object]) -> str:
+    return ",".join("?" * len(values))
 
 
-def _marks(keys: Sequence[str]) -> str:
-    return ",".join("?" * len(keys))
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,10 +1,9 @@
-"""Hands items from those that make them to those that work on them: at least once, to one consumer of each group.
+"""Streams behind one small protocol: append, claim, acknowledge.
 
-Knows claims, acknowledgements and idleness. Does not know what an item says, nor in which store it lies.
+Knows items and consumer groups. Does not know what an item says, nor which store holds it.
 
-An item that was claimed and not acknowledged is claimed again once it has been idle: a consumer that dies loses nothing.
-So an item may come twice; a consumer that must act once does so by the item's id or by a key inside it. A stream holds
-its newest `max_length` items; the oldest are dropped, acknowledged or not: give consumers room to be late.
+An item is delivered to one consumer of every group, and again to another if it is not acknowledged in time: at least once.
+Who must not do a thing twice tells repeats by what the item says.
 """
 
 from __future__ import annotations
@@ -13,79 +12,61 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
-from feature_store.online import TIMEOUT_SECONDS, sqlite_path
+from feature_store.errors import InvalidInput
 
-MAX_LENGTH = 100_000
-"""Items a stream holds unless told otherwise."""
-RECLAIM_IDLE_MS = 30_000
-"""Claimed this long ago and not acknowledged: its consumer is taken for dead."""
+MAX_LENGTH = 200_000
+"""Items kept; the oldest go first, read or not, so that a stream without a reader cannot fill the store."""
 
 
 class Item(NamedTuple):
-    """One item of a stream."""
+    """An item and its name in the stream."""
 
     id: str
-    """Grows along the stream."""
-    payload: bytes
+    data: bytes
 
 
 class Stream(Protocol):
-    """One stream. Every method may be called from any thread.
-
-    Every method raises NotReady if the store does not answer and DeadlineExceeded if it takes too long.
-    """
+    """A named sequence of items."""
 
     def append(self, items: Sequence[bytes]) -> list[str]:
-        """Adds items at the end, durably; their ids."""
+        """Adds items; returns their names."""
 
     def claim(
-        self,
-        group: str,
-        consumer: str,
-        limit: int,
-        block_ms: int,
-        *,
-        reclaim_idle_ms: int = RECLAIM_IDLE_MS,
+        self, group: str, consumer: str, limit: int, block_ms: int, *, reclaim_idle_ms: int = 60_000
     ) -> list[Item]:
-        """Takes up to `limit` items that no consumer of the group holds, oldest first; first those left idle by others.
+        """Up to `limit` items, oldest first; waits up to `block_ms` for the first.
 
-        A new group begins at the stream's beginning. Waits up to `block_ms` if there is nothing; 0 does not wait.
+        Items that a consumer of the group has held for `reclaim_idle_ms` without acknowledging come first.
         """
 
     def ack(self, group: str, ids: Sequence[str]) -> None:
-        """Says that items are done; they do not come again to the group."""
+        """Items that need not be delivered again."""
 
     def lag(self, group: str) -> int:
-        """Items that the group has not acknowledged, claimed or not."""
+        """Items that the group has not acknowledged, delivered or not."""
 
     def close(self) -> None:
-        """Gives up connections."""
+        """Lets go of the store."""
 
-    def __enter__(self) -> Self:
-        """The stream; closed on leaving."""
+    def __enter__(self) -> Self: ...
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes it."""
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
-def open_stream(
-    url: str, name: str, *, max_length: int = MAX_LENGTH, timeout_seconds: float = TIMEOUT_SECONDS
-) -> Stream:
-    """The stream `name` in the store at `sqlite:///PATH` or `redis://host:port/db`.
+def open_stream(url: str, name: str, *, max_length: int = MAX_LENGTH) -> Stream:
+    """The stream `name` in the store at a URL, as `feature_store.online.open_store` takes it.
 
     Raises:
-        InvalidInput: the URL is of another kind.
+        InvalidInput: the URL names no known store.
     """
-    path = sqlite_path(url)
-    if path is not None:
-        from feature_store.sqlite_stream import SqliteStream
+    if url.startswith("sqlite:///"):
+        from feature_store.sqlite import SqliteStream
 
-        return SqliteStream(path, name, max_length=max_length, timeout_seconds=timeout_seconds)
-    from feature_store.redis_stream import RedisStream
+        return SqliteStream(url.removeprefix("sqlite:///"), name, max_length=max_length)
+    if url.startswith(("redis://", "rediss://", "unix://")):
+        from feature_store.redis import RedisStream
 
-    return RedisStream(url, name, max_length=max_length, timeout_seconds=timeout_seconds)
+        return RedisStream(url, name, max_length=max_length)
+    raise InvalidInput(f"store {url!r} is not known; write sqlite:///PATH or redis://HOST:PORT/DB")
