@@ -11,6 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from feature_store.ids import ABSENT
+from feature_store.layout import Layout, column_index
+from feature_store.packing import ad_key, ad_shape
+
 MAX_ADS = 1_000_000
 KEEP_SECONDS = 300.0
 """An ad that moves to another group is found within this time; one that is unknown, within `UNKNOWN_SECONDS`."""
@@ -33,20 +39,17 @@ class AdGroups:
     """Ad key → ad group key, in one multi-get for those not remembered."""
 
     def __init__(
-        self,
-        store: Rows,
-        *,
-        row_key: Callable[[int], str],
-        group_of: Callable[[bytes], int | None],
-        clock: Callable[[], float] = time.monotonic,
+        self, store: Rows, layout: Layout, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._row_key, self._group_of = store, row_key, group_of
-        self._clock = clock
+        self._store, self._shape, self._clock = store, ad_shape(layout), clock
+        self._column = column_index(layout.ad_ids, "ad_group")
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, ad_keys: Sequence[int]) -> list[int | None]:
         """The group of each ad, None where it has none or is unknown."""
+        if self._column is None:
+            return [None] * len(ad_keys)
         now = self._clock()
         with self._lock:
             found = {
@@ -58,12 +61,17 @@ class AdGroups:
         return [found[ad].group for ad in ad_keys]
 
     def _fetch(self, ad_keys: Sequence[int], now: float) -> dict[int, _Known]:
-        values = self._store.get_many([self._row_key(ad) for ad in ad_keys])
-        fetched: dict[int, _Known] = {}
-        for ad, value in zip(ad_keys, values, strict=True):
-            group = None if value is None else self._group_of(value)
-            keep = UNKNOWN_SECONDS if value is None else KEEP_SECONDS
-            fetched[ad] = _Known(group, now + keep)
+        values = self._store.get_many([ad_key(ad) for ad in ad_keys])
+        ids, _, known = self._shape.decode(values, np.array(ad_keys, dtype=np.int64), 0)
+        fetched = {
+            ad: _Known(
+                None if group == ABSENT else group,
+                now + (KEEP_SECONDS if is_known else UNKNOWN_SECONDS),
+            )
+            for ad, group, is_known in zip(
+                ad_keys, ids[:, self._column].tolist(), known.tolist(), strict=True
+            )
+        }
         with self._lock:
             self._known |= fetched
             while len(self._known) > MAX_ADS:

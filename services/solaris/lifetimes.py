@@ -11,6 +11,8 @@ from enum import IntEnum
 SECOND_MS = 1_000
 HOUR_MS = 3_600 * SECOND_MS
 USER_FIELD = "u"
+SPECULATION = "speculation"
+"""Name of the stream of offered pairs."""
 
 
 class Level(IntEnum):

@@ -60,9 +60,7 @@ class PairReplay:
         for pairs in self._written.values():
             pairs.sort(key=_availability)
 
-    def read(
-        self, user_key: Keys, ad_key: Keys, group_key: Keys, as_of_ms: Keys
-    ) -> Pairs:
+    def read(self, user_key: Keys, ad_key: Keys, group_key: Keys, as_of_ms: Keys) -> Pairs:
         """Pair embeddings of n rows.
 
         Args:

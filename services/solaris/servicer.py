@@ -37,7 +37,7 @@ class ReadPolicy:
 
     read_seconds: float = 0.008
     """Longest wait for the store; then every level is default."""
-    reserve_seconds: float = 0.002
+    reserve_seconds: float = 0.005
     """What packing the answer needs of the caller's deadline."""
 
     def __post_init__(self) -> None:

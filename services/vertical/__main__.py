@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 
 from services.runtime.settings import load
-from services.vertical.process import run
 from services.vertical.settings import VerticalSettings
 
 
 def main() -> None:
     """Serves until SIGTERM; exit status 1 if no model could be loaded."""
-    run(load(VerticalSettings, os.environ))
+    settings = load(VerticalSettings, os.environ)
+    from services.vertical.process import (
+        run,  # torch and kserve take seconds: wrong settings are said first
+    )
+
+    run(settings)
 
 
 if __name__ == "__main__":

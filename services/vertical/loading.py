@@ -21,6 +21,7 @@ from model.training.published import load_vertical, score_of
 from services.vertical.contract import LOOPFM_SPACE, SOLARIS_SPACE, SPEC_HASH, Contract
 from services.vertical.scoring import Scores, finite
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pins:
     """Coordinate systems that a model must read, if it reads any."""
@@ -59,7 +60,9 @@ class TowerScorer:
     def score(self, batch: FeatureBatch) -> Scores:
         """Probabilities of the candidates; a post-click objective's is conditional on its parent."""
         logits_NK = self._logits(batch)
-        with np.errstate(over="ignore"):  # exp(-logit) of a very unlikely candidate: the quotient is 0
+        with np.errstate(
+            over="ignore"
+        ):  # exp(-logit) of a very unlikely candidate: the quotient is 0
             probabilities_NK = 1.0 / (1.0 + np.exp(-logits_NK))
         return finite(self._contract.objectives, probabilities_NK, self._base_rates_K)
 

@@ -65,7 +65,9 @@ def requests(
     return FeatureBatch(**values, **offsets)
 
 
-def vertical(root: Path, spec: Spec, name: str, *, version: str = "1", surface: str = "feed") -> Path:
+def vertical(
+    root: Path, spec: Spec, name: str, *, version: str = "1", surface: str = "feed"
+) -> Path:
     """A published vertical of a standard arm (A0 … A3), its weights as they were drawn."""
     torch.manual_seed(0)
     tower = VerticalTower(arm(name, surface), Layout(spec))
@@ -80,9 +82,7 @@ def vertical(root: Path, spec: Spec, name: str, *, version: str = "1", surface: 
 def foundation(root: Path, spec: Spec, *, version: str = "1") -> Path:
     """A published tiny foundation model, its weights as they were drawn."""
     torch.manual_seed(0)
-    teacher = Teacher(
-        TeacherConfig(foundation=tiny(), compressor=CompressorConfig()), Layout(spec)
-    )
+    teacher = Teacher(TeacherConfig(foundation=tiny(), compressor=CompressorConfig()), Layout(spec))
     golden = requests(spec, [4, 3], seed=1)
     teacher.foundation.fit_statistics([golden])
     return publish_foundation(

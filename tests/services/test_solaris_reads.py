@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from feature_store.online import OnlineStore, open_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from feature_store.online import OnlineStore, open_store
 from services.solaris import rows
 from services.solaris.lifetimes import HOUR_MS, Level, Lifetimes, ad_field, row_key
 from services.solaris.reader import PairRead, PairReader

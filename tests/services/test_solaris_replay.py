@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from feature_store.online import open_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feature_store.ids import ABSENT
+from feature_store.online import open_store
 from feature_store.tables import Tables
 from services.solaris.lifetimes import HOUR_MS, Level, Lifetimes
 from services.solaris.reader import PairReader

@@ -9,19 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from feature_store.online import OnlineStore, open_store
-from feature_store.streams import Stream, open_stream
+from gem.schema.v1.dataset_spec_pb2 import ID_TYPE_INT64
 from gem.solaris.v1 import solaris_service_pb2 as messages
 from gem.solaris.v1 import solaris_service_pb2_grpc
 from gem.solaris.v1.task_pb2 import SpeculationTask
 from prometheus_client import CollectorRegistry
 
 from feature_store.errors import InvalidInput, NotReady, ResourceExhausted
+from feature_store.ids import key_of
+from feature_store.online import OnlineStore, open_store
+from feature_store.streams import Stream, open_stream
 from feature_store.wire import unpack_tensor
 from services.runtime import client
 from services.runtime.limits import Limits
@@ -41,6 +44,7 @@ T0 = 1_700_000_000_000
 DIM = 4
 LIVES = Lifetimes()
 SURFACES = ("feed", "reels")
+_KEY = partial(key_of, id_type=ID_TYPE_INT64)
 
 
 @dataclass
@@ -103,7 +107,7 @@ def housed(folder: Path, policy: ReadPolicy) -> Iterator[House]:
     with ThreadPoolExecutor(2) as pool:
         servicer = SolarisServicer(
             PairReader(weather, LIVES), lambda ads: [ad // 10 for ad in ads], stream, aftermath,
-            ledger, keys=Keys(user=int, ad=int), surfaces=SURFACES, pool=pool, policy=policy,
+            ledger, keys=Keys(user=_KEY, ad=_KEY), surfaces=SURFACES, pool=pool, policy=policy,
         )  # fmt: skip
         service = Service(
             messages.DESCRIPTOR.services_by_name["SolarisService"],
@@ -203,9 +207,9 @@ def test_a_store_that_is_late_costs_no_more_than_the_time_allowed(tmp_path: Path
 
 
 def test_a_caller_in_a_hurry_gets_the_default_within_its_own_deadline(tmp_path: Path) -> None:
-    with housed(tmp_path, ReadPolicy(read_seconds=10.0)) as house:
+    with housed(tmp_path, ReadPolicy(read_seconds=10.0, reserve_seconds=0.3)) as house:
         house.weather.gate.clear()
-        assert house.read([20], timeout=0.3).degraded
+        assert house.read([20], timeout=0.6).degraded
         house.weather.gate.set()
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from feature_store.online import OnlineStore, open_store
-from feature_store.streams import open_stream
 from prometheus_client import CollectorRegistry, generate_latest
 
+from feature_store.online import OnlineStore, open_store
+from feature_store.streams import open_stream
 from services.solaris import ledger
 from services.solaris.ledger import (
     CANDIDATES,

@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from feature_store.online import OnlineStore, open_store
-from feature_store.streams import Stream, open_stream
+from gem.schema.v1.dataset_spec_pb2 import ID_TYPE_INT64
 from gem.solaris.v1.task_pb2 import SpeculationTask
 from prometheus_client import CollectorRegistry
 
 from feature_store.batch import FIELDS, Array, FeatureBatch, from_tensors
 from feature_store.errors import GemError, InvalidInput, NotReady
+from feature_store.ids import key_of
+from feature_store.online import OnlineStore, open_store
+from feature_store.streams import Stream, open_stream
 from feature_store.tables import Tables
 from services.solaris.keys import Keys
 from services.solaris.ledger import DROPPED, WORKED, Ledger
@@ -32,7 +35,8 @@ SPACE = b"space-01"
 T0 = 1_700_000_000_000
 DIM = 4
 LAG_MS = 1_000
-KEYS = Keys(user=int, ad=int)
+_KEY = partial(key_of, id_type=ID_TYPE_INT64)
+KEYS = Keys(user=_KEY, ad=_KEY)
 
 
 def state_batch(

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gem.schema.v1 import dataset_spec_pb2
 from safetensors.numpy import load_file, save_file
 
 from feature_store.batch import DEFAULT_LEVEL, FIELDS, FeatureBatch
 from feature_store.errors import CorruptArtefact, FailedPrecondition, NotFound
 from feature_store.spec import Spec, parse_yaml
-from gem.schema.v1 import dataset_spec_pb2
 from model.training.checkpoint import sha256
 from services.vertical.loading import Pins, TowerScorer, load_scorer
+from services.vertical.settings import VerticalSettings
 from tests.services.small_models import (
     LOOPFM_SPACE,
     SOLARIS_SPACE,
@@ -83,7 +84,8 @@ def test_a_poisoned_candidate_gets_the_base_rate_and_leaves_the_others_as_they_w
     scale[2] = np.nan
     level = np.zeros_like(batch.pair_level)
     clean, poisoned = (
-        scorer.score(batch._replace(pair_scale=s, pair_level=level)) for s in (batch.pair_scale, scale)
+        scorer.score(batch._replace(pair_scale=s, pair_level=level))
+        for s in (batch.pair_scale, scale)
     )
     assert poisoned.fallback_N.tolist() == [False, False, True, False, False]
     assert ((poisoned.probabilities_NK[2] > 0) & (poisoned.probabilities_NK[2] < 1)).all()
@@ -95,7 +97,11 @@ def test_a_poisoned_candidate_gets_the_base_rate_and_leaves_the_others_as_they_w
 def test_the_contract_is_that_of_the_artefact(scorer: TowerScorer, spec: Spec) -> None:
     contract = scorer.contract
     assert contract.objectives == spec.objectives
-    assert (contract.widths["ad_ids"], contract.widths["memory_q"], contract.widths["pair_q"]) == (5, 32, 64)
+    assert (contract.widths["ad_ids"], contract.widths["memory_q"], contract.widths["pair_q"]) == (
+        5,
+        32,
+        64,
+    )
     assert contract.unread == frozenset()
     assert contract.stamps == {
         "spec_hash": spec.hash.hex(),
@@ -161,3 +167,14 @@ def test_weights_that_miss_the_golden_request_are_refused_even_with_their_digest
     manifest.write_text(json.dumps(fields))
     with pytest.raises(CorruptArtefact, match="golden"):
         load_scorer(copied, spec, Pins(), max_candidates=10)
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [((), "no model"), (("nowhere",), "name=folder"), (("a=x", "a=y"), "twice")],
+)
+def test_a_list_of_models_is_checked_before_anything_is_loaded(
+    models: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        VerticalSettings(models=models, spec=SPEC_PATH)
