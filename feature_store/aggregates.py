@@ -312,15 +312,18 @@ def _age(slots: Slots, first: int, last: int, event_ms: int, half_life_ms: float
 
 
 def _count(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    slots[at] += _age(slots, at, at + 1, event_ms, half_life_ms)
+    weight = _age(slots, at, at + 1, event_ms, half_life_ms)
+    slots[at] += weight
 
 
 def _add_trial(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    slots[at] += _age(slots, at, at + 2, event_ms, half_life_ms)
+    weight = _age(slots, at, at + 2, event_ms, half_life_ms)
+    slots[at] += weight
 
 
 def _add_success(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    slots[at + 1] += _age(slots, at, at + 2, event_ms, half_life_ms)
+    weight = _age(slots, at, at + 2, event_ms, half_life_ms)
+    slots[at + 1] += weight
 
 
 def _touch(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
