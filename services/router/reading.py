@@ -13,6 +13,7 @@ from typing import NamedTuple
 import grpc
 import numpy as np
 import numpy.typing as npt
+from gem.common.v1.tensor_pb2 import Tensor
 from gem.router.v1.route_table_pb2 import Arm
 from gem.router.v1.router_service_pb2 import DegradedInput
 from gem.sequence.v1.sequence_service_pb2 import GetUserStateRequest, GetUserStateResponse
@@ -103,7 +104,8 @@ class Reader:
         tensors = {
             name: response.tensors[name] for name in absent.STATE if name in response.tensors
         }
-        if not arm.loopfm or LOOPFM in response.missing:
+        if not arm.loopfm or LOOPFM in response.missing or _is_empty(tensors.get("memory_q")):
+            # The service cannot know the width of a memory that it does not hold.
             tensors |= Absent.memory(memory_bytes=arm.loopfm_dim // 2)
         return tensors, frozenset(_loopfm_lost(arm) if LOOPFM in response.missing else ())
 
@@ -175,6 +177,10 @@ def _solaris_space(arm: Arm) -> bytes:
 
 def _loopfm_lost(arm: Arm) -> set[DegradedInput]:
     return {DegradedInput.DEGRADED_INPUT_LOOPFM} if arm.loopfm else set()
+
+
+def _is_empty(tensor: Tensor | None) -> bool:
+    return tensor is None or tensor.shape[0] == 0
 
 
 def _check_rows(tensors: Tensors, names: Sequence[str], rows: int) -> None:
