@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from feature_store.errors import NotReady
 from feature_store.online import Versioned, check_prefix, split_version, with_version
@@ -34,14 +36,18 @@ class _Client:
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         self.url = url
         self.redis: Any = redis.Redis.from_url(  # redis-py types replies as unions of sync and async
-            url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds
+            url,
+            socket_timeout=timeout_seconds,
+            socket_connect_timeout=timeout_seconds,
+            # A write whose answer was lost must not be repeated here: it may have happened.
+            retry=Retry(NoBackoff(), 0),
         )
 
     @contextmanager
     def answering(self) -> Iterator[Any]:
         try:
             yield self.redis
-        except (redis.ConnectionError, redis.TimeoutError) as error:
+        except (redis.RedisError, OSError) as error:
             raise NotReady(f"store {_shown(self.url)} does not answer: {error}") from error
 
     def close(self) -> None:
@@ -152,10 +158,8 @@ class RedisStream:
         self, group: str, consumer: str, limit: int, block_ms: int, *, reclaim_idle_ms: int = 60_000
     ) -> list[Item]:
         """Items that nobody in the group has, or that a consumer has held too long; waits up to `block_ms`."""
-        with self._client.answering() as client:
-            self._join(client, group)
-            idle = client.xautoclaim(self._key, group, consumer, reclaim_idle_ms, count=limit)[1]
-            items = _items(idle)
+        with self._client.answering() as client, self._joined(client, group):
+            items = self._reclaim(client, group, consumer, limit, reclaim_idle_ms)
             if len(items) < limit:
                 wait = None if items or block_ms <= 0 else min(block_ms, 4000)
                 read = client.xreadgroup(group, consumer, {self._key: ">"}, count=limit - len(items), block=wait)
@@ -170,23 +174,47 @@ class RedisStream:
 
     def lag(self, group: str) -> int:
         """Items that the group has not acknowledged."""
-        with self._client.answering() as client:
-            self._join(client, group)
+        with self._client.answering() as client, self._joined(client, group):
             info = next(g for g in client.xinfo_groups(self._key) if g["name"] == group.encode())
-            unread = info.get("lag")
-            if unread is None:  # Redis loses count when entries were trimmed
-                unread = len(client.xrange(self._key, min=b"(" + info["last-delivered-id"]))
-            return int(unread) + int(info["pending"])
+            return int(info["pending"]) + self._unread(client, info)
 
-    def _join(self, client: Any, group: str) -> None:
-        if group in self._groups:
-            return
+    def _reclaim(self, client: Any, group: str, consumer: str, limit: int, idle_ms: int) -> list[Item]:
+        items: list[Item] = []
+        start = b"0-0"
+        while len(items) < limit:
+            start, entries, *_ = client.xautoclaim(
+                self._key, group, consumer, idle_ms, start_id=start, count=limit - len(items)
+            )
+            items += _items(entries)
+            if start == b"0-0":
+                break
+        return items
+
+    def _unread(self, client: Any, group: Mapping[str, Any]) -> int:
+        """Exact at both ends of the stream; between them Redis's own count, too high after unread items were trimmed."""
+        stream = client.xinfo_stream(self._key)
+        length, read = int(stream["length"]), _place(group["last-delivered-id"])
+        if not length or read >= _place(stream["last-generated-id"]):
+            return 0
+        if read < _place(stream["first-entry"][0]) or group["lag"] is None:
+            return length
+        return min(length, int(group["lag"]))
+
+    @contextmanager
+    def _joined(self, client: Any, group: str) -> Iterator[None]:
+        """Makes the group if it was not seen before; a server that was emptied is found out by the next call."""
+        if group not in self._groups:
+            try:
+                client.xgroup_create(self._key, group, id="0", mkstream=True)
+            except redis.ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+            self._groups.add(group)
         try:
-            client.xgroup_create(self._key, group, id="0", mkstream=True)
-        except redis.ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
-        self._groups.add(group)
+            yield
+        except redis.ResponseError:
+            self._groups.discard(group)
+            raise
 
     def close(self) -> None:
         """Closes all connections."""
@@ -204,6 +232,12 @@ class RedisStream:
 def _items(entries: Sequence[tuple[bytes, Mapping[bytes, bytes] | None]]) -> list[Item]:
     """Entries that were trimmed while pending have no fields any more."""
     return [Item(name.decode(), fields[_FIELD]) for name, fields in entries if fields]
+
+
+def _place(entry: bytes) -> tuple[int, int]:
+    """Where an entry stands in its stream."""
+    milliseconds, _, sequence = entry.decode().partition("-")
+    return int(milliseconds), int(sequence)
 
 
 def _shown(url: str) -> str:

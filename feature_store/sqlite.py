@@ -1,6 +1,7 @@
 """Online rows and streams in one SQLite file: several processes and threads, no server.
 
-Knows SQL. Does not know what is stored. Write-ahead logging lets readers go on while one writes.
+Knows SQL. Does not know what is stored. Write-ahead logging lets readers go on while one writes. What was written survives
+the death of any process; the last writes may be lost with the machine's power (`synchronous = NORMAL`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from feature_store.streams import Item
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS row (key TEXT PRIMARY KEY, value BLOB NOT NULL, expires_ms INTEGER) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS row_expiry ON row (expires_ms) WHERE expires_ms IS NOT NULL;
 CREATE TABLE IF NOT EXISTS wide (key TEXT, field TEXT, value BLOB NOT NULL, PRIMARY KEY (key, field)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS wide_expiry (key TEXT PRIMARY KEY, expires_ms INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS item (stream TEXT, id INTEGER, data BLOB NOT NULL, PRIMARY KEY (stream, id));
@@ -30,6 +32,8 @@ CREATE TABLE IF NOT EXISTS pending (stream TEXT, name TEXT, id INTEGER, consumer
 """
 _CHUNK = 500
 _POLL_SECONDS = 0.02
+PURGE_SECONDS = 60.0
+"""Expired rows are never read; writers remove them from the file this often."""
 
 
 class _File:
@@ -40,13 +44,17 @@ class _File:
         self._local = threading.local()
         self._open: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._closed = False
+        self._purge_at = 0.0
         with self._answering():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             self.connection().executescript(_SCHEMA)
 
     def connection(self) -> sqlite3.Connection:
         held: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if held is None:
+            if self._closed:
+                raise sqlite3.ProgrammingError("it was closed")
             held = sqlite3.connect(
                 self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False
             )
@@ -69,6 +77,7 @@ class _File:
             connection = self.connection()
             connection.execute("BEGIN IMMEDIATE")
             try:
+                self._purge(connection)
                 yield connection
             except BaseException:
                 connection.execute("ROLLBACK")
@@ -79,11 +88,22 @@ class _File:
     def _answering(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.OperationalError, sqlite3.ProgrammingError) as error:
+        except (sqlite3.Error, OSError) as error:
             raise NotReady(f"store {self._path} does not answer: {error}; it may be locked or closed") from error
+
+    def _purge(self, db: sqlite3.Connection) -> None:
+        """Removes what has expired, once in a while: a file of short-lived rows does not grow for ever."""
+        if time.monotonic() < self._purge_at:
+            return
+        self._purge_at = time.monotonic() + PURGE_SECONDS
+        now = (_now_ms(),)
+        db.execute("DELETE FROM row WHERE expires_ms <= ?", now)
+        db.execute("DELETE FROM wide WHERE key IN (SELECT key FROM wide_expiry WHERE expires_ms <= ?)", now)
+        db.execute("DELETE FROM wide_expiry WHERE expires_ms <= ?", now)
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             for connection in self._open:
                 connection.close()
             self._open.clear()

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from feature_store.errors import Aborted, InvalidInput, NotReady
 from feature_store.online import OnlineStore, Versioned, open_store, update
+from feature_store.sqlite import SqliteStore
+
+PLAIN = {"ad": "a/0", "user's profile": "u/-9223372036854775807/profile", "pair mean": "sol/x"}
+VERSIONED = {"user's past": "u/7/past", "counters": "c/3/-12", "LoopFM memory": "lf/0102030405060708/7"}
+BYTES = b"\x00\xff\r\n" + bytes(range(256)) * 400
 
 
 @pytest.fixture
 def store(store_url: str) -> Iterator[OnlineStore]:
     with open_store(store_url) as opened:
         yield opened
+
+
+@pytest.mark.parametrize("key", PLAIN.values(), ids=PLAIN)
+def test_a_plain_row_of_every_kind_comes_back_byte_for_byte(store: OnlineStore, key: str) -> None:
+    store.put_many({key: b"old"})
+    store.put_many({key: BYTES, f"{key}9": b""})
+    assert store.get_many([key, f"{key}9", key]) == [BYTES, b"", BYTES]
+
+
+@pytest.mark.parametrize("key", VERSIONED.values(), ids=VERSIONED)
+def test_a_versioned_row_of_every_kind_comes_back_byte_for_byte(store: OnlineStore, key: str) -> None:
+    assert update(store, key, lambda held: held + BYTES) == 1
+    assert update(store, key, lambda held: held + BYTES, ttl_ms=60_000) == 2
+    assert store.read_versioned([f"{key}9", key]) == [Versioned(b"", 0), Versioned(BYTES + BYTES, 2)]
+
+
+def test_a_solaris_row_holds_a_thousand_pairs(store: OnlineStore) -> None:
+    pairs = {f"ad:{ad}": ad.to_bytes(8, "big", signed=True) * 16 for ad in range(-500, 500)}
+    store.hset_many("sol/0102030405060708/p/7", pairs, ttl_ms=60_000)
+    assert store.hget_many("sol/0102030405060708/p/7", list(pairs)) == list(pairs.values())
+    assert store.hget_all("sol/0102030405060708/p/77") == {}
 
 
 def test_values_come_back_in_the_order_of_the_keys(store: OnlineStore) -> None:
@@ -65,6 +93,35 @@ def test_no_update_is_lost_among_threads(store: OnlineStore) -> None:
     assert store.read_versioned(["u/1"]) == [Versioned(bytes([80]), 80)]
 
 
+def add_from_elsewhere(url: str, times: int) -> None:
+    with open_store(url, timeout_seconds=20) as store:
+        for _ in range(times):
+            while True:
+                try:
+                    update(store, "c/0/0", lambda held: (int.from_bytes(held, "big") + 1).to_bytes(4, "big"))
+                    break
+                except Aborted:
+                    continue
+
+
+def test_no_update_is_lost_among_processes(store: OnlineStore, store_url: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=add_from_elsewhere, args=(store_url, 50)) for _ in range(2)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert [other.exitcode for other in others] == [0, 0]
+    assert store.read_versioned(["c/0/0"]) == [Versioned((100).to_bytes(4, "big"), 100)]
+
+
+def test_what_one_process_wrote_another_reads_at_once(store: OnlineStore, store_url: str) -> None:
+    with open_store(store_url) as other:
+        for number in range(20):
+            store.put_many({"u/1": str(number).encode()})
+            assert other.get_many(["u/1"]) == [str(number).encode()]
+
+
 def test_wide_rows_have_fields(store: OnlineStore) -> None:
     store.hset_many("sol/1", {"ad:1": b"a", "u": b"b"})
     store.hset_many("sol/1", {"ad:2": b"c", "ad:1": b"d"}, ttl_ms=60_000)
@@ -100,9 +157,69 @@ def test_a_store_that_is_not_there_says_so_in_time() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with open_store(f"redis://:secret@127.0.0.1:{port}/0", timeout_seconds=0.2) as store:
+        begun = time.monotonic()
         with pytest.raises(NotReady) as caught:
             store.ping()
+        assert time.monotonic() - begun < 0.5, "one attempt, no back-off: the caller has a deadline"
         assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_accepts_and_says_nothing_costs_no_more_than_the_timeout() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        with open_store(url, timeout_seconds=0.1) as store:
+            begun = time.monotonic()
+            with pytest.raises(NotReady):
+                store.get_many(["a"])
+            assert time.monotonic() - begun < 1
+
+
+def test_a_file_that_cannot_be_opened_is_not_ready(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"not a database, though long enough to look at" * 100)
+    for path in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(NotReady, match="does not answer"):
+            open_store(f"sqlite:///{path}").ping()
+
+
+def test_a_writer_waits_for_a_locked_file_no_longer_than_its_timeout_and_readers_go_on(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'o.sqlite'}"
+    with SqliteStore(url.removeprefix("sqlite:///")) as holder, open_store(url, timeout_seconds=0.05) as store:
+        store.put_many({"a": b"1"})
+        with holder._file.writing():
+            with pytest.raises(NotReady, match="locked"):
+                store.put_many({"a": b"2"})
+            assert store.get_many(["a"]) == [b"1"]
+
+
+def test_expired_rows_leave_the_file(tmp_path: Path) -> None:
+    with SqliteStore(str(tmp_path / "o.sqlite")) as store:
+        store.put_many({f"x/{n}": b"x" for n in range(100)}, ttl_ms=-1)
+        store.hset_many("sol/1", {"f": b"x"}, ttl_ms=-1)
+        store._file._purge_at = 0.0
+        store.put_many({"u/1": b""})
+        with store._file.reading() as db:
+            sizes = [db.execute(f"SELECT count(*) FROM {t}").fetchone()[0] for t in ("row", "wide", "wide_expiry")]
+    assert sizes == [1, 0, 0]
+
+
+def test_a_closed_store_says_so_on_every_thread(tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path / 'o.sqlite'}")
+    store.close()
+    caught: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            store.ping()
+        except NotReady as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    ask()
+    assert len(caught) == 2
 
 
 def test_an_unknown_url_is_refused() -> None:
