@@ -63,7 +63,7 @@ class TowerScorer:
         with np.errstate(
             over="ignore"
         ):  # exp(-logit) of a very unlikely candidate: the quotient is 0
-            probabilities_NK = 1.0 / (1.0 + np.exp(-logits_NK))
+            probabilities_NK = (1.0 / (1.0 + np.exp(-logits_NK))).astype(np.float32)
         return finite(self._contract.objectives, probabilities_NK, self._base_rates_K)
 
 

@@ -27,6 +27,6 @@ def finite(
     base_rates_K: npt.NDArray[np.float32],
 ) -> Scores:
     """Scores in which a candidate with any non-finite probability has the base rate for every objective, and says so."""
-    broken_N = np.logical_not(np.isfinite(probabilities_NK)).any(axis=1)
+    broken_N = ~np.asarray(np.isfinite(probabilities_NK).all(axis=1))
     safe_NK = np.where(broken_N[:, None], base_rates_K[None, :], probabilities_NK)
     return Scores(objectives, np.ascontiguousarray(safe_NK, dtype=np.float32), broken_N)

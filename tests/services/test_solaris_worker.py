@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ from services.solaris.worker.batching import concatenate
 from services.solaris.worker.changes import DeltaChangeLog
 from services.solaris.worker.clock import Clock, RequestClock, WallClock
 from services.solaris.worker.loop import State, Worker, WorkerSettings
-from services.solaris.writer import PairWriter
+from services.solaris.writer import NewPair, PairWriter
 
 SPACE = b"space-01"
 T0 = 1_700_000_000_000
@@ -99,15 +100,26 @@ class Bench:
     embedder: EmbedderByRule = field(default_factory=EmbedderByRule)
     ledger: Ledger = field(default_factory=lambda: Ledger(CollectorRegistry()))
 
+    def pair_writer(self) -> PairWriter:
+        return PairWriter(self.store, Lifetimes(), space_id=SPACE, dim=DIM)
+
     def worker(
-        self, name: str = "w1", *, clock: Clock | None = None, batch: int = 4, backlog: int = 8
+        self,
+        name: str = "w1",
+        *,
+        clock: Clock | None = None,
+        batch: int = 4,
+        backlog: int = 8,
+        reclaim_idle_ms: int = 60_000,
+        writer: PairWriter | None = None,
     ) -> Worker:
         return Worker(
             self.stream, self.states, self.embedder,
-            PairWriter(self.store, Lifetimes(), space_id=SPACE, dim=DIM),
+            writer or self.pair_writer(),
             DeltaChangeLog(self.tables), self.ledger,
             settings=WorkerSettings(
-                consumer=name, batch_tasks=batch, max_backlog_tasks=backlog, block_ms=0
+                consumer=name, batch_tasks=batch, max_backlog_tasks=backlog, block_ms=0,
+                reclaim_idle_ms=reclaim_idle_ms,
             ),
             clock=clock or RequestClock(lag_ms=LAG_MS), keys=KEYS, surfaces=("feed", "reels"),
         )  # fmt: skip
@@ -172,17 +184,42 @@ def test_live_a_pair_is_computed_now_whatever_the_request_time(bench: Bench) -> 
     assert bench.read(1, [20], T0 + HOUR_MS).levels_N.tolist() == [Level.EXACT]
 
 
-def test_a_worker_killed_before_it_acknowledges_loses_nothing_and_doubles_nothing(
+@dataclass
+class DiesAfterWriting(PairWriter):
+    """A kill between the write and the acknowledgement."""
+
+    inner: PairWriter
+
+    def fresh(self, *args: Any, **kwargs: Any) -> list[bool]:
+        return self.inner.fresh(*args, **kwargs)
+
+    def write(self, pairs: Any) -> list[NewPair]:
+        self.inner.write(pairs)
+        raise KeyboardInterrupt
+
+
+def test_a_worker_killed_between_write_and_acknowledgement_loses_nothing_and_doubles_nothing(
     bench: Bench,
 ) -> None:
     bench.offer("1", [20, 21])
-    first = bench.worker("dies")
-    claimed = bench.stream.claim("solaris", "dies", 8, 0)
-    assert len(claimed) == 1
+    dying = bench.worker("dies", writer=DiesAfterWriting(bench.pair_writer()))
+    with pytest.raises(KeyboardInterrupt):
+        dying.turn()
+    once = bench.read(1, [20, 22], T0 + LAG_MS)
     assert bench.stream.lag("solaris") == 1
-    del first
-    taken = bench.stream.claim("solaris", "takes over", 8, 0, reclaim_idle_ms=0)
-    assert [entry for entry, _ in taken] == [entry for entry, _ in claimed]
+    heir = bench.worker("takes over", reclaim_idle_ms=0)
+    assert heir.turn() == 1
+    assert bench.stream.lag("solaris") == 0
+    twice = bench.read(1, [20, 22], T0 + LAG_MS)
+    assert all((a == b).all() for a, b in zip(once[:4], twice[:4], strict=True))
+
+
+def test_a_task_that_a_dead_worker_had_claimed_is_taken_over(bench: Bench) -> None:
+    bench.offer("1", [20])
+    assert len(bench.stream.claim("solaris", "dead", 8, 0)) == 1
+    assert bench.worker("too early").turn() == 0
+    assert bench.worker("heir", reclaim_idle_ms=0).turn() == 1
+    assert bench.read(1, [20], T0 + LAG_MS).levels_N.tolist() == [Level.EXACT]
 
 
 def test_doing_a_task_twice_leaves_the_store_as_doing_it_once(bench: Bench) -> None:

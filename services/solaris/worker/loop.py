@@ -45,7 +45,7 @@ class Stream(Protocol):
     """The stream of offered pairs."""
 
     def claim(
-        self, group: str, consumer: str, limit: int, block_ms: int
+        self, group: str, consumer: str, limit: int, block_ms: int, *, reclaim_idle_ms: int
     ) -> Sequence[tuple[str, bytes]]:
         """Takes items that nobody else has."""
 
@@ -103,6 +103,8 @@ class WorkerSettings:
     """Tasks held; of a larger burst the oldest are dropped."""
     block_ms: int = 500
     """Longest wait for a task."""
+    reclaim_idle_ms: int = 30_000
+    """A task held this long by a worker that has not acknowledged it is taken over."""
 
     def __post_init__(self) -> None:
         if not 0 < self.batch_tasks <= self.max_backlog_tasks:
@@ -194,6 +196,7 @@ class Worker:
             self._settings.consumer,
             self._settings.max_backlog_tasks,
             block_ms,
+            reclaim_idle_ms=self._settings.reclaim_idle_ms,
         ):
             if entry_id in held:
                 continue
