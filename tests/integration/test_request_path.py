@@ -119,7 +119,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         "GEM_TABLES": str(tables.root),
         "GEM_TRACE_FILE": str(traces),
         "GEM_DRAIN_SECONDS": "0",
-        "GEM_SINK_WAIT_SECONDS": "0.05",
+        "GEM_SINK_PAUSE_SECONDS": "0.2",
     }
     with processes(folder) as started:
         sources = ",".join(f"feed-{arm.lower()}={path}" for arm, path in models.items())

@@ -66,7 +66,7 @@ def drained(store: str, tables: Tables, registry: CollectorRegistry, *, batch: i
         drain = Drain(
             stream, tables, consumer="test", batch=batch, reclaim_seconds=60.0, metrics=metrics
         )
-        while drain.once(block_ms=0):
+        while drain.once():
             pass
         assert stream.lag(GROUP) == 0
 
@@ -135,7 +135,7 @@ def start_sink(started: Processes, store: str, tables: Tables) -> Process:
     env = {"GEM_STORE": store, "GEM_TABLES": str(tables.root), "GEM_SINK_BATCH": "50"}
     env |= {
         "GEM_DRAIN_SECONDS": "0",
-        "GEM_SINK_WAIT_SECONDS": "0.05",
+        "GEM_SINK_PAUSE_SECONDS": "0.05",
         "GEM_SINK_RECLAIM_SECONDS": "2",
     }
     return started.start(SINK, env)

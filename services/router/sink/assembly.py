@@ -37,7 +37,7 @@ def start(
     )
     stopping = threading.Event()
     thread = threading.Thread(
-        target=drain.run, args=(stopping,), kwargs={"wait_seconds": settings.sink_wait_seconds}
+        target=drain.run, args=(stopping,), kwargs={"pause_seconds": settings.sink_pause_seconds}
     )
     resources.callback(thread.join)
     resources.callback(stopping.set)

@@ -22,8 +22,8 @@ class SinkSettings:
     """Root of the log tables."""
     sink_batch: int = 512
     """Served requests of one transaction; the table gets one file for each."""
-    sink_wait_seconds: float = 1.0
-    """Seconds to wait for a batch to begin."""
+    sink_pause_seconds: float = 5.0
+    """Seconds from a batch that was not full to the next one."""
     sink_reclaim_seconds: float = 60.0
     """Seconds after which a batch that a sink holds counts as lost with it; longer than any transaction takes."""
 
