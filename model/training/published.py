@@ -5,7 +5,6 @@ Knows manifests and configurations of both kinds. Does not know how they were tr
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from feature_store.errors import FailedPrecondition
 from feature_store.layout import Layout
 from feature_store.spec import Spec
 from model.gem.batch import Batch
+from model.solaris.pair import pair_space_id
 from model.training import artefact
 from model.training.artefact import Golden, Score
 from model.training.configuration import dump, parse
@@ -57,11 +57,6 @@ class LoadedVertical(NamedTuple):
     manifest: ModelManifest
 
 
-def solaris_space(loopfm_space_id: bytes) -> bytes:
-    """8 bytes: the same representation as LoopFM's, quantized to int8."""
-    return hashlib.sha256(loopfm_space_id + b"int8").digest()[:8]
-
-
 def publish_foundation(
     root: Path,
     version: Version,
@@ -85,7 +80,7 @@ def publish_foundation(
         config_json=dump(teacher.config),
         train_watermark_ms=watermark_ms,
         loopfm_space_id=space_id,
-        solaris_space_id=solaris_space(space_id),
+        solaris_space_id=pair_space_id(space_id),
     )
     golden = Golden(golden_batch, teacher.score(golden_batch))
     return artefact.publish(
