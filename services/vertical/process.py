@@ -68,7 +68,7 @@ def _server_settings(settings: VerticalSettings) -> VerticalServerSettings:
             tls=settings.tls,
             grace_seconds=settings.grace_seconds,
         ),
-        http_listen=settings.http_listen,
+        http_port=settings.http_port,
         drain_seconds=settings.drain_seconds,
         call_metrics=CallMetrics(REGISTRY),
     )

@@ -34,8 +34,8 @@ class VerticalSettings:
     """The dataset spec that the models must have been built for."""
     listen: str = "127.0.0.1:8081"
     """host:port of gRPC."""
-    http_listen: str = ""
-    """host:port of REST; empty for none."""
+    http_port: int = 0
+    """Port of REST, on the host of gRPC; 0 for none."""
     metrics_listen: str = ""
     """host:port of /metrics; empty for none. REST has it as well."""
     loopfm_space: str = ""
@@ -57,9 +57,8 @@ class VerticalSettings:
 
     def __post_init__(self) -> None:
         split_address(self.listen)
-        for address in (self.http_listen, self.metrics_listen):
-            if address:
-                split_address(address)
+        if self.metrics_listen:
+            split_address(self.metrics_listen)
         for name in ("torch_threads", "forwards", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

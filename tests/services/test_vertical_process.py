@@ -33,19 +33,19 @@ class Running(NamedTuple):
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("vertical")
-    spec, traces, http = world_spec(), folder / "traces.jsonl", f"127.0.0.1:{free_port()}"
+    spec, traces, port = world_spec(), folder / "traces.jsonl", free_port()
     folders = {name: vertical(folder / "models", spec, name) for name in ("A0", "A3")}
     env = {
         "GEM_SPEC": str(SPEC_PATH),
         "GEM_MODELS": ",".join(f"feed-{name.lower()}={at}" for name, at in folders.items()),
-        "GEM_HTTP_LISTEN": http,
+        "GEM_HTTP_PORT": str(port),
         "GEM_TRACE_FILE": str(traces),
         "GEM_DRAIN_SECONDS": "0",
     }
     with processes(folder) as group:
         process = group.start("services.vertical", env, name="vertical")
         process.wait_ready()
-        yield Running(process, spec, folder / "models", f"http://{http}", traces)
+        yield Running(process, spec, folder / "models", f"http://127.0.0.1:{port}", traces)
 
 
 def infer_request(batch: FeatureBatch, model: str) -> oip.ModelInferRequest:

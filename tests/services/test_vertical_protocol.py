@@ -132,7 +132,7 @@ def server(slow_gate: threading.Event) -> Iterator[tuple[str, str]]:
         slow_gate.wait(20)
         return Formula()
 
-    rest = f"127.0.0.1:{http_port()}"
+    port = http_port()
     models: dict[str, Callable[[], Scorer]] = {
         "feed": Formula,
         "lean": lambda: Formula(unread=frozenset(n for n in FIELDS if n.startswith(("pair_", "memory_")))),
@@ -141,11 +141,11 @@ def server(slow_gate: threading.Event) -> Iterator[tuple[str, str]]:
         "unfinished": Unfinished,
         "buggy": Buggy,
     }  # fmt: skip
-    with serving(models, http_listen=rest) as live:
+    with serving(models, http_port=port) as live:
         address = f"127.0.0.1:{live.port}"
         for name in ("feed", "lean", "unfinished", "buggy"):
             _wait_until_loaded(address, name)
-        yield address, f"http://{rest}"
+        yield address, f"http://127.0.0.1:{port}"
         slow_gate.set()
 
 
