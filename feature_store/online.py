@@ -9,14 +9,14 @@ Every call may raise NotReady: the store did not answer in time.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 from feature_store.errors import Aborted, InvalidInput
 
 _VERSION = struct.Struct("<Q")
-_TRIES = 16
+_TRIES = 64
 
 
 class Versioned(NamedTuple):
@@ -41,6 +41,12 @@ class OnlineStore(Protocol):
     def compare_and_set(self, key: str, version: int, value: bytes, *, ttl_ms: int | None = None) -> bool:
         """Writes a versioned value if its version still is `version`; says whether it did."""
 
+    def compare_and_set_many(self, changes: Mapping[str, Versioned], *, ttl_ms: int | None = None) -> bool:
+        """Writes versioned values if the versions of all still are the given ones, else none of them; says whether it did.
+
+        In a Redis Cluster the rows of one call must share a slot.
+        """
+
     def hget_many(self, key: str, fields: Sequence[str]) -> list[bytes | None]:
         """Fields of a wide row."""
 
@@ -49,6 +55,12 @@ class OnlineStore(Protocol):
 
     def hset_many(self, key: str, values: Mapping[str, bytes], *, ttl_ms: int | None = None) -> None:
         """Writes fields of a wide row at once; the row lives at least `ttl_ms` from now."""
+
+    def find(self, pattern: str) -> list[str]:
+        """Names of rows that match a pattern in which * stands for anything; looks at every row, for upkeep only."""
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Removes rows; returns how many there were."""
 
     def delete_prefix(self, prefix: str) -> int:
         """Removes every row whose name begins so; returns how many.
@@ -98,6 +110,36 @@ def update(store: OnlineStore, key: str, change: Callable[[bytes], bytes], *, tt
         if store.compare_and_set(key, held.version, change(held.value), ttl_ms=ttl_ms):
             return held.version + 1
     raise Aborted(f"row {key} changed {_TRIES} times while it was being written; try the whole update again")
+
+
+def update_many(
+    store: OnlineStore,
+    keys: Sequence[str],
+    change: Callable[[dict[str, bytes], Callable[[Iterable[str]], dict[str, bytes]]], dict[str, bytes]],
+) -> None:
+    """Reads, changes and writes versioned values, all or none, until nobody came between.
+
+    Args:
+        store: the rows.
+        keys: names of values that are read first.
+        change: from their bytes, and a function that reads more, to the bytes to write; may be called several times.
+
+    Raises:
+        Aborted: others kept coming between.
+    """
+    for _ in range(_TRIES):
+        versions: dict[str, int] = {}
+
+        def read(names: Iterable[str], versions: dict[str, int] = versions) -> dict[str, bytes]:
+            wanted = list(dict.fromkeys(names))
+            held = store.read_versioned(wanted)
+            versions.update({name: each.version for name, each in zip(wanted, held, strict=True)})
+            return {name: each.value for name, each in zip(wanted, held, strict=True)}
+
+        written = change(read(keys), read)
+        if store.compare_and_set_many({name: Versioned(value, versions[name]) for name, value in written.items()}):
+            return
+    raise Aborted(f"{len(keys)} rows changed {_TRIES} times while they were being written; try the whole update again")
 
 
 def with_version(value: bytes, version: int) -> bytes:

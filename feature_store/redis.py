@@ -19,10 +19,15 @@ from feature_store.online import Versioned, check_prefix, split_version, with_ve
 from feature_store.streams import Item
 
 _COMPARE_AND_SET = """
-local held = redis.call('GET', KEYS[1])
-local version = held and string.sub(held, 1, 8) or string.rep('\\0', 8)
-if version ~= ARGV[1] then return 0 end
-if ARGV[3] == '' then redis.call('SET', KEYS[1], ARGV[2]) else redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) end
+local ttl = ARGV[1]
+for i, key in ipairs(KEYS) do
+  local version = redis.call('GETRANGE', key, 0, 7)
+  if version == '' then version = string.rep('\\0', 8) end
+  if version ~= ARGV[2 * i] then return 0 end
+end
+for i, key in ipairs(KEYS) do
+  if ttl == '' then redis.call('SET', key, ARGV[2 * i + 1]) else redis.call('SET', key, ARGV[2 * i + 1], 'PX', ttl) end
+end
 return 1
 """
 _GLOB = str.maketrans({c: f"\\{c}" for c in "*?[]\\"})
@@ -81,10 +86,17 @@ class RedisStore:
 
     def compare_and_set(self, key: str, version: int, value: bytes, *, ttl_ms: int | None = None) -> bool:
         """Writes a versioned value if its version still is `version`; says whether it did."""
-        held = with_version(b"", version)
-        arguments = [held, with_version(value, version + 1), "" if ttl_ms is None else ttl_ms]
+        return self.compare_and_set_many({key: Versioned(value, version)}, ttl_ms=ttl_ms)
+
+    def compare_and_set_many(self, changes: Mapping[str, Versioned], *, ttl_ms: int | None = None) -> bool:
+        """Writes versioned values in one script if the versions of all still are the given ones."""
+        if not changes:
+            return True
+        arguments: list[bytes | int | str] = ["" if ttl_ms is None else ttl_ms]
+        for new in changes.values():
+            arguments += [with_version(b"", new.version), with_version(new.value, new.version + 1)]
         with self._client.answering():
-            return bool(self._swap(keys=[key], args=arguments))
+            return bool(self._swap(keys=list(changes), args=arguments))
 
     def hget_many(self, key: str, fields: Sequence[str]) -> list[bytes | None]:
         """Fields of a wide row."""
@@ -109,17 +121,24 @@ class RedisStore:
                 pipe.pexpire(key, ttl_ms, gt=True)
             pipe.execute()
 
+    def find(self, pattern: str) -> list[str]:
+        """Names of rows that match a pattern in which * stands for anything."""
+        glob = pattern.translate(_GLOB).replace("\\*", "*")
+        with self._client.answering() as client:
+            return [key.decode() for key in client.scan_iter(match=glob, count=_SCAN)]
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Removes rows; returns how many there were."""
+        with self._client.answering() as client:
+            parts = (keys[first : first + _SCAN] for first in range(0, len(keys), _SCAN))
+            return sum(int(client.unlink(*part)) for part in parts)
+
     def delete_prefix(self, prefix: str) -> int:
         """Removes every row whose name begins so; returns how many."""
         pattern = check_prefix(prefix).translate(_GLOB) + "*"
-        removed, batch = 0, []
         with self._client.answering() as client:
-            for key in client.scan_iter(match=pattern, count=_SCAN):
-                batch.append(key)
-                if len(batch) == _SCAN:
-                    removed += client.unlink(*batch)
-                    batch = []
-            return removed + (client.unlink(*batch) if batch else 0)
+            found = [key.decode() for key in client.scan_iter(match=pattern, count=_SCAN)]
+        return self.delete(list(dict.fromkeys(found)))
 
     def ping(self) -> None:
         """Returns if the server answers."""

@@ -117,11 +117,14 @@ class SqliteStore:
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values in the order of the keys; None where there is none or it has expired."""
-        now, found = _now_ms(), {}
         with self._file.reading() as db:
-            for part in _parts(keys):
-                rows = db.execute(f"SELECT key, value, expires_ms FROM row WHERE key IN ({_marks(part)})", part)
-                found.update({key: value for key, value, expires in rows if expires is None or expires > now})
+            return self._held(db, keys)
+
+    def _held(self, db: sqlite3.Connection, keys: Sequence[str]) -> list[bytes | None]:
+        now, found = _now_ms(), {}
+        for part in _parts(keys):
+            rows = db.execute(f"SELECT key, value, expires_ms FROM row WHERE key IN ({_marks(part)})", part)
+            found.update({key: value for key, value, expires in rows if expires is None or expires > now})
         return [found.get(key) for key in keys]
 
     def put_many(self, values: Mapping[str, bytes], *, ttl_ms: int | None = None) -> None:
@@ -138,15 +141,20 @@ class SqliteStore:
 
     def compare_and_set(self, key: str, version: int, value: bytes, *, ttl_ms: int | None = None) -> bool:
         """Writes a versioned value if its version still is `version`; says whether it did."""
-        now = _now_ms()
-        expires = None if ttl_ms is None else now + ttl_ms
+        return self.compare_and_set_many({key: Versioned(value, version)}, ttl_ms=ttl_ms)
+
+    def compare_and_set_many(self, changes: Mapping[str, Versioned], *, ttl_ms: int | None = None) -> bool:
+        """Writes versioned values in one transaction if the versions of all still are the given ones."""
+        expires = None if ttl_ms is None else _now_ms() + ttl_ms
         with self._file.writing() as db:
-            row = db.execute("SELECT value, expires_ms FROM row WHERE key = ?", (key,)).fetchone()
-            alive = row is not None and (row[1] is None or row[1] > now)
-            if split_version(row[0] if alive else None).version != version:
+            held = zip(changes.values(), self._held(db, list(changes)), strict=True)
+            if any(split_version(stored).version != change.version for change, stored in held):
                 return False
-            db.execute("INSERT OR REPLACE INTO row VALUES (?, ?, ?)", (key, with_version(value, version + 1), expires))
-            return True
+            db.executemany(
+                "INSERT OR REPLACE INTO row VALUES (?, ?, ?)",
+                [(key, with_version(new.value, new.version + 1), expires) for key, new in changes.items()],
+            )
+        return True
 
     def hget_many(self, key: str, fields: Sequence[str]) -> list[bytes | None]:
         """Fields of a wide row."""
@@ -180,6 +188,28 @@ class SqliteStore:
                     "expires_ms = max(expires_ms, ?2)",
                     (key, _now_ms() + ttl_ms),
                 )
+
+    def find(self, pattern: str) -> list[str]:
+        """Names of rows that match a pattern in which * stands for anything."""
+        glob = pattern.replace("[", "[[]").replace("?", "[?]")
+        query = (
+            "SELECT key FROM row WHERE key GLOB ?1 AND (expires_ms IS NULL OR expires_ms > ?2) "
+            "UNION SELECT DISTINCT key FROM wide LEFT JOIN wide_expiry USING (key) "
+            "WHERE key GLOB ?1 AND (expires_ms IS NULL OR expires_ms > ?2)"
+        )
+        with self._file.reading() as db:
+            return [key for (key,) in db.execute(query, (glob, _now_ms()))]
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Removes rows; returns how many there were."""
+        removed = 0
+        with self._file.writing() as db:
+            for key in keys:
+                plain = db.execute("DELETE FROM row WHERE key = ?", (key,)).rowcount
+                wide = db.execute("DELETE FROM wide WHERE key = ?", (key,)).rowcount
+                db.execute("DELETE FROM wide_expiry WHERE key = ?", (key,))
+                removed += bool(plain or wide)
+        return removed
 
     def delete_prefix(self, prefix: str) -> int:
         """Removes every row whose name begins so; returns how many."""

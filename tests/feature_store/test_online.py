@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from feature_store.errors import Aborted, InvalidInput, NotReady
-from feature_store.online import OnlineStore, Versioned, open_store, update
+from feature_store.online import OnlineStore, Versioned, open_store, update, update_many
 from feature_store.sqlite import SqliteStore
 
 PLAIN = {"ad": "a/0", "user's profile": "u/-9223372036854775807/profile", "pair mean": "sol/x"}
@@ -73,6 +73,45 @@ def test_compare_and_set_lets_only_the_first_writer_through(store: OnlineStore) 
     assert not store.compare_and_set("u/1", 0, b"late")
     assert store.compare_and_set("u/1", 1, b"second")
     assert store.read_versioned(["u/1", "u/2"]) == [Versioned(b"second", 2), Versioned(b"", 0)]
+
+
+def test_of_several_rows_either_all_are_written_or_none(store: OnlineStore) -> None:
+    assert store.compare_and_set_many({})
+    assert store.compare_and_set_many({"c/1": Versioned(b"1", 0), "c/2": Versioned(b"", 0)})
+    assert not store.compare_and_set_many({"c/1": Versioned(b"x", 1), "c/2": Versioned(b"x", 0)})
+    assert not store.compare_and_set_many({"c/3": Versioned(b"x", 0), "c/2": Versioned(b"x", 9)})
+    assert store.compare_and_set_many({"c/2": Versioned(b"2", 1), "c/3": Versioned(b"3", 0)})
+    want = [Versioned(b"1", 1), Versioned(b"2", 2), Versioned(b"3", 1)]
+    assert store.read_versioned(["c/1", "c/2", "c/3"]) == want
+
+
+def test_an_update_of_several_rows_starts_anew_when_one_of_them_changed(store: OnlineStore) -> None:
+    tries = []
+
+    def change(held: dict[str, bytes], more: object) -> dict[str, bytes]:
+        assert callable(more)
+        other = more(["c/9"])["c/9"]
+        tries.append((held["u/1"], other))
+        if len(tries) == 1:
+            update(store, "c/9", lambda old: b"meanwhile")
+        return {"u/1": held["u/1"] + b"u", "c/9": other + b"c"}
+
+    update_many(store, ["u/1"], change)
+    assert tries == [(b"", b""), (b"", b"meanwhile")]
+    assert [row.value for row in store.read_versioned(["u/1", "c/9"])] == [b"u", b"meanwhilec"]
+
+
+def test_rows_of_both_kinds_are_found_by_pattern_and_deleted_by_name(store: OnlineStore) -> None:
+    store.put_many({"lf/ab/7": b"", "lf/ab/17": b"", "lf/[cd]/7": b"", "u/7/past": b"", "lf/gone/7": b""})
+    store.put_many({"lf/gone/7": b""}, ttl_ms=1)
+    store.hset_many("sol/ab/p/7", {"u": b""})
+    time.sleep(0.01)
+    assert sorted(store.find("lf/*/7")) == ["lf/[cd]/7", "lf/ab/7"]
+    assert store.find("lf/[cd]/*") == ["lf/[cd]/7"]
+    assert store.find("sol/*/7") == ["sol/ab/p/7"]
+    assert store.delete(["sol/ab/p/7", "lf/ab/7", "nobody"]) == 2
+    assert store.hget_all("sol/ab/p/7") == {}
+    assert store.delete([]) == 0
 
 
 def test_no_update_is_lost_among_threads(store: OnlineStore) -> None:
