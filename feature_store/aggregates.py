@@ -20,12 +20,21 @@ from gem.schema.v1 import dataset_spec_pb2 as pb
 from feature_store.ids import ABSENT
 from feature_store.layout import Column, Layout
 from feature_store.spec import IMPRESSION, Spec
+from feature_store.statistics import (
+    COUNTED_IN,
+    WIDTH,
+    Update,
+    add_success,
+    add_trial,
+    count,
+    statistic,
+    touch,
+)
 
 Slots = list[float]
 MAX_USER_KEYS = 1024
 """Keys kept a user and group; the one that was first seen longest ago is dropped."""
 _MASK = 2**64 - 1
-_WIDTH = {pb.STATISTIC_COUNT: 2, pb.STATISTIC_RATE: 3, pb.STATISTIC_RECENCY: 1}
 
 
 class Fact(NamedTuple):
@@ -130,9 +139,13 @@ class AggregateSet:
             if not group.per_user and (key := self.key(group, surface, ad_ids)) is not None
         ]
 
-    def apply(self, fact: Fact, user_rows: list[dict[int, Slots]], shared: list[dict[int, Slots]]) -> None:
+    def apply(
+        self, fact: Fact, user_rows: list[dict[int, Slots]], shared: list[dict[int, Slots]]
+    ) -> None:
         """Counts one fact; rows that it needs are made."""
-        plan = self._on_source[fact.source] if fact.source >= 0 else self._on_objective[fact.objective]
+        plan = (
+            self._on_source[fact.source] if fact.source >= 0 else self._on_objective[fact.objective]
+        )
         event_ms = fact.event_ms
         for index, ones, updates in plan:
             group = self.groups[index]
@@ -185,31 +198,44 @@ class AggregateSet:
             asked = ad_ids if any(part >= 0 for part in group.parts) else ad_ids[:1]
             absent = _zeros(group.width)
             found = [
-                absent if (key := self.key(group, surface, row)) is None else rows.get(key, absent) for row in asked
+                absent if (key := self.key(group, surface, row)) is None else rows.get(key, absent)
+                for row in asked
             ]
-            out[:, self.starts[index] : self.starts[index + 1]] = np.array(found).reshape(-1, group.width)
+            out[:, self.starts[index] : self.starts[index + 1]] = np.array(found).reshape(
+                -1, group.width
+            )
         return out
 
-    def user_statistics(self, slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def user_statistics(
+        self, slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
         """User-side aggregates [n, columns in layout order] from slots [n, num_slots] as of `now_ms` [n]."""
         return self._statistics(self._user_plan, slots, now_ms)
 
-    def ad_statistics(self, slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def ad_statistics(
+        self, slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
         """Candidate-side aggregates [n, columns in layout order] from slots [n, num_slots] as of `now_ms` [n]."""
         return self._statistics(self._ad_plan, slots, now_ms)
 
     def _statistics(
-        self, plan: list[tuple[pb.Aggregate, int, int]], slots: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]
+        self,
+        plan: list[tuple[pb.Aggregate, int, int]],
+        slots: npt.NDArray[np.float64],
+        now_ms: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.float32]:
         out = np.empty((len(slots), len(plan)), dtype=np.float32)
         for column, (aggregate, at, prior_at) in enumerate(plan):
-            out[:, column] = _statistic(aggregate, slots, at, prior_at, now_ms)
+            out[:, column] = statistic(aggregate, slots, at, prior_at, now_ms)
         return out
 
     def _compile(self, spec: Spec) -> tuple[Group, ...]:
-        rates = sorted({a.objective for a in spec.message.aggregates if a.statistic == pb.STATISTIC_RATE})
+        rates = sorted(
+            {a.objective for a in spec.message.aggregates if a.statistic == pb.STATISTIC_RATE}
+        )
         running = [
-            pb.Aggregate(name=f"global:{name}", objective=name, statistic=pb.STATISTIC_RATE) for name in rates
+            pb.Aggregate(name=f"global:{name}", objective=name, statistic=pb.STATISTIC_RATE)
+            for name in rates
         ]
         by: dict[tuple[str, ...], list[pb.Aggregate]] = {(): running}
         for aggregate in spec.message.aggregates:
@@ -217,43 +243,45 @@ class AggregateSet:
         return tuple(self._group(keys, aggregates) for keys, aggregates in by.items())
 
     def _group(self, by: tuple[str, ...], aggregates: list[pb.Aggregate]) -> Group:
-        widths = [_WIDTH[aggregate.statistic] for aggregate in aggregates]
+        widths = [WIDTH[aggregate.statistic] for aggregate in aggregates]
         return Group(
             by=by,
             aggregates=tuple(aggregates),
             offsets=tuple(int(offset) for offset in np.cumsum([0, *widths])[:-1]),
             width=sum(widths),
             per_user="user" in by,
-            parts=tuple(-1 if name == "surface" else self._ad_columns.index(name) for name in by if name != "user"),
+            parts=tuple(
+                -1 if name == "surface" else self._ad_columns.index(name)
+                for name in by
+                if name != "user"
+            ),
         )
 
     def _plan_source(self, source: int) -> _Plan:
         name = self._sources[source]
 
-        def update_of(aggregate: pb.Aggregate) -> _Update | None:
+        def update_of(aggregate: pb.Aggregate) -> Update | None:
             if aggregate.statistic == pb.STATISTIC_RATE:
-                return _add_trial if source == self._impression else None
+                return add_trial if source == self._impression else None
             if aggregate.source == name:
-                return _count if aggregate.statistic == pb.STATISTIC_COUNT else _touch
+                return count if aggregate.statistic == pb.STATISTIC_COUNT else touch
             return None
 
         return self._plan(update_of)
 
     def _plan_objective(self, name: str) -> _Plan:
-        def update_of(aggregate: pb.Aggregate) -> _Update | None:
+        def update_of(aggregate: pb.Aggregate) -> Update | None:
             if aggregate.objective != name:
                 return None
             return {
-                pb.STATISTIC_RATE: _add_success,
-                pb.STATISTIC_COUNT: _count,
-                pb.STATISTIC_RECENCY: _touch,
+                pb.STATISTIC_RATE: add_success,
+                pb.STATISTIC_COUNT: count,
+                pb.STATISTIC_RECENCY: touch,
             }[aggregate.statistic]
 
         return self._plan(update_of)
 
-    def _plan(
-        self, update_of: Callable[[pb.Aggregate], _Update | None]
-    ) -> _Plan:
+    def _plan(self, update_of: Callable[[pb.Aggregate], Update | None]) -> _Plan:
         plan = []
         for index, group in enumerate(self.groups):
             updates = [
@@ -262,11 +290,11 @@ class AggregateSet:
                 if (update := update_of(aggregate)) is not None
             ]
             ones = [
-                offset + _COUNTED_IN[update]
+                offset + COUNTED_IN[update]
                 for update, offset, half_life_ms in updates
-                if not half_life_ms and update in _COUNTED_IN
+                if not half_life_ms and update in COUNTED_IN
             ]
-            others = [step for step in updates if step[2] or step[0] not in _COUNTED_IN]
+            others = [step for step in updates if step[2] or step[0] not in COUNTED_IN]
             if updates:
                 plan.append((index, ones, others))
         return plan
@@ -283,84 +311,14 @@ class AggregateSet:
         for column in columns:
             aggregate = column.aggregate
             assert aggregate is not None
-            plan.append((aggregate, places[aggregate.name], places.get(f"global:{aggregate.objective}", -1)))
+            plan.append(
+                (aggregate, places[aggregate.name], places.get(f"global:{aggregate.objective}", -1))
+            )
         return plan
 
 
-_Update = Callable[[Slots, int, int, float], None]
-
-
-_Plan = list[tuple[int, list[int], list[tuple[_Update, int, float]]]]
+_Plan = list[tuple[int, list[int], list[tuple[Update, int, float]]]]
 """Group, slots that grow by one, and updates that are more than that."""
-
-
-def _age(slots: Slots, first: int, last: int, event_ms: int, half_life_ms: float) -> float:
-    """Lets slots first … last-1 fade to the event's time if it is later than slots[last]; returns the event's weight.
-
-    Of a slot that never fades every event weighs one.
-    """
-    if not half_life_ms:
-        return 1.0
-    gap = event_ms - slots[last]
-    if gap <= 0:
-        return float(2.0 ** (gap / half_life_ms))
-    keep = 2.0 ** (-gap / half_life_ms)
-    for index in range(first, last):
-        slots[index] *= keep
-    slots[last] = float(event_ms)
-    return 1.0
-
-
-def _count(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    weight = _age(slots, at, at + 1, event_ms, half_life_ms)
-    slots[at] += weight
-
-
-def _add_trial(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    weight = _age(slots, at, at + 2, event_ms, half_life_ms)
-    slots[at] += weight
-
-
-def _add_success(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    weight = _age(slots, at, at + 2, event_ms, half_life_ms)
-    slots[at + 1] += weight
-
-
-def _touch(slots: Slots, at: int, event_ms: int, half_life_ms: float) -> None:
-    slots[at] = max(slots[at], float(event_ms))
-
-
-_COUNTED_IN: dict[_Update, int] = {_count: 0, _add_trial: 0, _add_success: 1}
-"""Updates that add an event's weight, and to which of the aggregate's slots."""
-
-
-def _statistic(
-    aggregate: pb.Aggregate,
-    slots: npt.NDArray[np.float64],
-    at: int,
-    prior_at: int,
-    now_ms: npt.NDArray[np.int64],
-) -> npt.NDArray[np.float64]:
-    if aggregate.statistic == pb.STATISTIC_RECENCY:
-        seconds = np.maximum(0.0, (now_ms - slots[:, at]) / 1000.0)
-        return np.where(slots[:, at] > 0, np.log1p(seconds), np.nan)
-    if aggregate.statistic == pb.STATISTIC_COUNT:
-        return np.log1p(slots[:, at] * _keep(aggregate, slots[:, at + 1], now_ms))
-    keep = _keep(aggregate, slots[:, at + 2], now_ms)
-    prior = (slots[:, prior_at + 1] + 1.0) / (slots[:, prior_at] + 2.0)
-    strength = aggregate.prior_strength
-    trials = slots[:, at] * keep + strength
-    successes = slots[:, at + 1] * keep + strength * prior
-    return np.where(trials > 0, successes / np.where(trials > 0, trials, 1.0), prior)
-
-
-def _keep(
-    aggregate: pb.Aggregate, last_ms: npt.NDArray[np.float64], now_ms: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    if not aggregate.half_life_seconds:
-        return np.ones(len(last_ms))
-    gap = np.maximum(0.0, now_ms - last_ms) / (aggregate.half_life_seconds * 1000.0)
-    return np.exp2(-gap)
 
 
 _ZEROS: dict[int, Slots] = {}
@@ -400,7 +358,11 @@ def unpack_user(data: bytes, groups: Sequence[Group]) -> list[dict[int, Slots]]:
         count = int(np.frombuffer(data, np.int64, 1, at)[0])
         keys = np.frombuffer(data, np.int64, count, at + 8).tolist()
         at += 8 + 8 * count
-        values = np.frombuffer(data, np.float64, count * group.width, at).reshape(count, group.width).tolist()
+        values = (
+            np.frombuffer(data, np.float64, count * group.width, at)
+            .reshape(count, group.width)
+            .tolist()
+        )
         at += 8 * count * group.width
         rows[index] = dict(zip(keys, values, strict=True))
     return rows

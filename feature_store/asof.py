@@ -33,7 +33,9 @@ class Caps:
 
     def __post_init__(self) -> None:
         if min(self.impressions, self.positives, self.retention_ms) < 0:
-            raise ValueError(f"caps {self.impressions}, {self.positives}, {self.retention_ms} must not be negative")
+            raise ValueError(
+                f"caps {self.impressions}, {self.positives}, {self.retention_ms} must not be negative"
+            )
 
 
 class Entry(NamedTuple):
@@ -121,7 +123,12 @@ def newest_known(segments: Segments, queries: Queries, *, limit: int) -> Windows
 
 
 def asof_windows(
-    segments: Segments, label_available_ms: Ints, seen: npt.NDArray[np.bool_], queries: Queries, *, caps: Caps
+    segments: Segments,
+    label_available_ms: Ints,
+    seen: npt.NDArray[np.bool_],
+    queries: Queries,
+    *,
+    caps: Caps,
 ) -> tuple[Windows, npt.NDArray[np.int32]]:
     """LoopFM windows of many requests, and the known label bits of their rows.
 
@@ -192,7 +199,9 @@ def _look_back(
     return query[order], row[order]
 
 
-def _newest(member: npt.NDArray[np.bool_], query: Ints, num_queries: int, limit: int) -> npt.NDArray[np.bool_]:
+def _newest(
+    member: npt.NDArray[np.bool_], query: Ints, num_queries: int, limit: int
+) -> npt.NDArray[np.bool_]:
     """The last `limit` members of each query."""
     keep = np.zeros(len(member), dtype=bool)
     rows = np.flatnonzero(member)
@@ -222,7 +231,10 @@ def before(segments: Segments, queries: Queries) -> Ints:
         if not open_.any():
             return low
         middle = (low + high) >> 1
-        earlier = open_ & (segments.event_ms[np.minimum(middle, max(0, len(segments.event_ms) - 1))] < queries.at_ms)
+        earlier = open_ & (
+            segments.event_ms[np.minimum(middle, max(0, len(segments.event_ms) - 1))]
+            < queries.at_ms
+        )
         low = np.where(earlier, middle + 1, low)
         high = np.where(open_ & ~earlier, middle, high)
 

@@ -93,7 +93,13 @@ def counted_until(spec: Spec, impressions: Impressions, events: Events, until_ms
 
 
 def _read(
-    aggregates: AggregateSet, rows: Rows, feed: _Feed, impressions: Impressions, chunk: Ints, at_ms: Ints, ad_ids_NA: Ints
+    aggregates: AggregateSet,
+    rows: Rows,
+    feed: _Feed,
+    impressions: Impressions,
+    chunk: Ints,
+    at_ms: Ints,
+    ad_ids_NA: Ints,
 ) -> npt.NDArray[np.float64]:
     flat: list[float] = []
     for when, user, surface, ad_ids in zip(
@@ -130,8 +136,17 @@ class _Feed:
     def _load(self) -> None:
         part = slice(self._loaded, self._loaded + _CHUNK)
         facts = self._facts
-        columns = (facts.source, facts.objective, facts.user_key, facts.surface, facts.ad_ids, facts.event_ms)
-        made = [Fact(*row) for row in zip(*(column[part].tolist() for column in columns), strict=True)]
+        columns = (
+            facts.source,
+            facts.objective,
+            facts.user_key,
+            facts.surface,
+            facts.ad_ids,
+            facts.event_ms,
+        )
+        made = [
+            Fact(*row) for row in zip(*(column[part].tolist() for column in columns), strict=True)
+        ]
         self._buffer = list(zip(made, facts.available_ms[part].tolist(), strict=True))
         self._loaded += len(made)
 
@@ -141,10 +156,15 @@ def _sorted(spec: Spec, impressions: Impressions, events: Events) -> _Facts:
 
     An outcome comes after every event of the same instant; ids order what is left, and both inputs are sorted by them.
     """
-    priority = np.array([source.priority for source in spec.message.event_sources] or [0], dtype=np.int64)
+    priority = np.array(
+        [source.priority for source in spec.message.event_sources] or [0], dtype=np.int64
+    )
     row, objective = np.nonzero(impressions.label_ms != NEVER)
     shown = spec.event_sources.index(IMPRESSION) if IMPRESSION in spec.event_sources else None
-    parts = [_of_events(events, priority), _of_outcomes(impressions, row, objective, int(priority.max()) + 1)]
+    parts = [
+        _of_events(events, priority),
+        _of_outcomes(impressions, row, objective, int(priority.max()) + 1),
+    ]
     if shown is not None:
         parts.append(_of_impressions(impressions, shown, int(priority[shown])))
     facts = [np.concatenate(column) for column in zip(*(part[:-1] for part in parts), strict=True)]
@@ -182,7 +202,9 @@ def _of_impressions(impressions: Impressions, source: int, priority: int) -> tup
     )
 
 
-def _of_outcomes(impressions: Impressions, row: Ints, objective: Ints, priority: int) -> tuple[Ints, ...]:
+def _of_outcomes(
+    impressions: Impressions, row: Ints, objective: Ints, priority: int
+) -> tuple[Ints, ...]:
     return (
         np.full(len(row), -1, dtype=np.int64),
         objective.astype(np.int64),

@@ -50,7 +50,9 @@ class Window:
 
     def __post_init__(self) -> None:
         if min(self.impressions, self.positives) < 0:
-            raise ValueError(f"window of {self.impressions} and {self.positives} must not be negative")
+            raise ValueError(
+                f"window of {self.impressions} and {self.positives} must not be negative"
+            )
 
     @property
     def total(self) -> int:
@@ -88,10 +90,17 @@ class Shape:
     @cached_property
     def digest(self) -> int:
         """32 bits that differ between shapes; a row of another shape is refused."""
-        return xxhash.xxh32_intdigest(repr((self.dtype.descr, self.windows, self.retention_ms)).encode())
+        return xxhash.xxh32_intdigest(
+            repr((self.dtype.descr, self.windows, self.retention_ms)).encode()
+        )
 
     def entries(
-        self, names: Sequence[bytes], /, *, requests: Sequence[str] | None = None, **columns: npt.ArrayLike
+        self,
+        names: Sequence[bytes],
+        /,
+        *,
+        requests: Sequence[str] | None = None,
+        **columns: npt.ArrayLike,
     ) -> Entries:
         """Entries [n] from 16-byte event ids, names of requests ("" for none) and columns; no outcome is known of them yet.
 
@@ -142,7 +151,9 @@ def memory_shape(num_objectives: int, *, num_bytes: int, caps: Caps) -> Shape:
 class History:
     """One user's row. Cheap to make from bytes, change and turn into bytes again."""
 
-    def __init__(self, shape: Shape, rows: Entries | None = None, *, late_positive_dropped: int = 0) -> None:
+    def __init__(
+        self, shape: Shape, rows: Entries | None = None, *, late_positive_dropped: int = 0
+    ) -> None:
         self.shape = shape
         self.rows: Entries = np.zeros(0, dtype=shape.dtype) if rows is None else rows
         """Kept entries, sorted by (event_ms, priority, id)."""
@@ -168,13 +179,17 @@ class History:
         """
         (high,), (low,) = words([entry_id])
         (found,) = np.nonzero(
-            (self.rows["high"] == high) & (self.rows["low"] == low) & (self.rows["source"] == source)
+            (self.rows["high"] == high)
+            & (self.rows["low"] == low)
+            & (self.rows["source"] == source)
         )
         if not len(found):
             self.late_positive_dropped += bool(self.shape.windows[source].positives)
             return False
         rows = self.rows.copy()
-        rows["label_ms"][found[0], objective] = min(int(rows["label_ms"][found[0], objective]), available_ms)
+        rows["label_ms"][found[0], objective] = min(
+            int(rows["label_ms"][found[0], objective]), available_ms
+        )
         self._keep(rows)
         return True
 
@@ -200,7 +215,9 @@ class History:
     def _keep(self, rows: Entries) -> None:
         """Sorts entries and drops those that no read can need."""
         priorities = np.array([window.priority for window in self.shape.windows])
-        order = np.lexsort((rows["low"], rows["high"], priorities[rows["source"]], rows["event_ms"]))
+        order = np.lexsort(
+            (rows["low"], rows["high"], priorities[rows["source"]], rows["event_ms"])
+        )
         rows = rows[order]
         positive = (rows["label_ms"] != NEVER).any(axis=1)
         keep = np.zeros(len(rows), dtype=bool)
@@ -212,7 +229,13 @@ class History:
     def to_bytes(self) -> bytes:
         """Header (magic, shape, number of entries, late positives dropped, checksum), then the entries."""
         body = self.rows.tobytes()
-        head = (_MAGIC, self.shape.digest, len(self.rows), self.late_positive_dropped, zlib.crc32(body))
+        head = (
+            _MAGIC,
+            self.shape.digest,
+            len(self.rows),
+            self.late_positive_dropped,
+            zlib.crc32(body),
+        )
         return _HEADER.pack(*head) + body
 
     @classmethod
@@ -226,7 +249,9 @@ class History:
         if not data:
             return cls(shape)
         if len(data) < _HEADER.size or data[:4] != _MAGIC:
-            raise CorruptArtefact(f"{len(data)} bytes are not a packed history; write the row again")
+            raise CorruptArtefact(
+                f"{len(data)} bytes are not a packed history; write the row again"
+            )
         _, digest, count, dropped, checksum = _HEADER.unpack_from(data)
         if digest != shape.digest:
             raise FailedPrecondition(
@@ -234,7 +259,9 @@ class History:
             )
         body = data[_HEADER.size :]
         if len(body) != count * shape.dtype.itemsize or zlib.crc32(body) != checksum:
-            raise CorruptArtefact(f"a packed history of {count} entries is damaged; rebuild the row from the log")
+            raise CorruptArtefact(
+                f"a packed history of {count} entries is damaged; rebuild the row from the log"
+            )
         return cls(shape, np.frombuffer(body, dtype=shape.dtype), late_positive_dropped=dropped)
 
 

@@ -46,7 +46,9 @@ class Annotations:
         FailedPrecondition: vectors of different widths share the space.
     """
 
-    def __init__(self, tables: Tables, impressions: Impressions, *, space_id: bytes, caps: Caps | None = None) -> None:
+    def __init__(
+        self, tables: Tables, impressions: Impressions, *, space_id: bytes, caps: Caps | None = None
+    ) -> None:
         names = ["example_id", "available_ms", "self_label_seen", "space_id", "logits", "z_q"]
         table = tables.read("annotations", columns=names, where=ds.field("space_id") == space_id)
         table = table.sort_by("available_ms")
@@ -56,7 +58,9 @@ class Annotations:
         at = _search(impressions.example_id[by_name], digests)
         known = at >= 0
         row = by_name[at[known]]
-        row, first = np.unique(row, return_index=True)  # an impression annotated twice counts once, as it came first
+        row, first = np.unique(
+            row, return_index=True
+        )  # an impression annotated twice counts once, as it came first
         taken = np.flatnonzero(known)[first]
         order = np.argsort(impressions.user_key[row], kind="stable")
         self.row, taken = row[order], taken[order]
@@ -85,7 +89,9 @@ class Annotations:
             "memory_q": self.q[rows],
         }
 
-    def teacher(self, shown: Ints, num_objectives: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    def teacher(
+        self, shown: Ints, num_objectives: int
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
         """Logits [N, K] for impressions of the log, and whether there are any [N]: never from a snapshot that saw the label."""
         place = np.full(len(self._log), -1, dtype=np.int64)
         place[self.row] = np.arange(len(self.row))
@@ -111,5 +117,9 @@ def _search(sorted_names: npt.NDArray[np.void], names: npt.NDArray[np.void]) -> 
 def _matrix(values: list[bytes], space_id: bytes) -> npt.NDArray[np.uint8]:
     widths = {len(value) for value in values}
     if len(widths) > 1:
-        raise FailedPrecondition(f"space {space_id.hex()} holds vectors of {sorted(widths)} bytes; annotate it anew")
-    return np.frombuffer(b"".join(values), dtype=np.uint8).reshape(len(values), widths.pop() if widths else 0)
+        raise FailedPrecondition(
+            f"space {space_id.hex()} holds vectors of {sorted(widths)} bytes; annotate it anew"
+        )
+    return np.frombuffer(b"".join(values), dtype=np.uint8).reshape(
+        len(values), widths.pop() if widths else 0
+    )

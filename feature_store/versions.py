@@ -30,13 +30,19 @@ class VersionIndex:
         self.keys, start = np.unique(keys[self.order], return_index=True)
         stop = np.append(start[1:], len(self.order)).astype(np.int64)
         none = np.full(len(self.order), -1, dtype=np.int64)
-        self._segments = Segments(start.astype(np.int64), stop, since[self.order], since[self.order], none)
+        self._segments = Segments(
+            start.astype(np.int64), stop, since[self.order], since[self.order], none
+        )
 
     def at(self, keys: Ints, at_ms: Ints) -> Ints:
         """[q] table row in force for each key at each instant; -1 where there is none."""
         segment = positions(self.keys, keys)
         found = before(self._segments, Queries(segment, at_ms + 1, segment)) - 1
-        first = self._segments.start[np.maximum(segment, 0)] if len(self.keys) else np.zeros(len(keys), np.int64)
+        first = (
+            self._segments.start[np.maximum(segment, 0)]
+            if len(self.keys)
+            else np.zeros(len(keys), np.int64)
+        )
         known = (segment >= 0) & (found >= first)
         return np.where(known, self.order[np.maximum(found, 0)] if len(self.order) else -1, -1)
 
@@ -46,7 +52,9 @@ def _not_outdated(keys: Ints, valid_from_ms: Ints) -> npt.NDArray[np.bool_]:
     _, key_rank = np.unique(keys, return_inverse=True)
     _, time_rank = np.unique(valid_from_ms, return_inverse=True)
     place = key_rank.astype(np.int64) * (len(keys) + 1) + time_rank
-    return np.asarray(place == np.maximum.accumulate(place)) if len(keys) else np.zeros(0, dtype=bool)
+    return (
+        np.asarray(place == np.maximum.accumulate(place)) if len(keys) else np.zeros(0, dtype=bool)
+    )
 
 
 def positions(sorted_keys: Ints, keys: Ints) -> Ints:

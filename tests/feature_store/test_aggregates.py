@@ -65,7 +65,9 @@ def outcome(event_ms: int, objective: int = CLICK, **of: int) -> Fact:
     return shown(event_ms, **of)._replace(source=-1, objective=objective)
 
 
-def said(lines: str, facts: list[Fact], *, now_ms: int, user: int = 7, ad: int = 1, group: int = 5) -> list[float]:
+def said(
+    lines: str, facts: list[Fact], *, now_ms: int, user: int = 7, ad: int = 1, group: int = 5
+) -> list[float]:
     """What the spec's aggregates say, user-side ones first."""
     counters = AggregateSet(spec_of(HEAD + lines))
     rows = Rows(len(counters.groups))
@@ -91,7 +93,9 @@ def test_a_count_is_the_logarithm_of_one_more_than_the_events_of_its_source() ->
 
 def test_a_count_of_an_objective_counts_outcomes_and_not_impressions() -> None:
     line = "  - { name: a, by: [user], objective: buy, statistic: count }"
-    assert said(line, [shown(1), outcome(1), outcome(1, BUY), outcome(2, BUY)], now_ms=9) == [near(math.log1p(2))]
+    assert said(line, [shown(1), outcome(1), outcome(1, BUY), outcome(2, BUY)], now_ms=9) == [
+        near(math.log1p(2))
+    ]
 
 
 def test_a_rate_leans_on_the_running_global_rate_as_strongly_as_its_prior_says() -> None:
@@ -100,7 +104,9 @@ def test_a_rate_leans_on_the_running_global_rate_as_strongly_as_its_prior_says()
     mine = [shown(8), shown(9), outcome(8)]
     prior = (6 + 1 + 1) / (8 + 2 + 2)
     assert said(line, others + mine, now_ms=99) == [near((1 + 20 * prior) / (2 + 20))]
-    assert said(line, others, now_ms=99) == [near(7 / 10)], "of an unknown ad the prior is all there is"
+    assert said(line, others, now_ms=99) == [near(7 / 10)], (
+        "of an unknown ad the prior is all there is"
+    )
     assert said(line, [], now_ms=99) == [0.5]
 
 
@@ -151,14 +157,24 @@ def test_columns_come_in_the_order_of_the_layout() -> None:
     assert counters.num_ad_columns == len(layout.ad_aggregates) == 18
     lines = "\n".join(
         f"  - {{ name: {name}, by: [{by}], source: {source}, statistic: count }}"
-        for name, by, source in (("a", "ad", "search"), ("b", "user", "impression"), ("c", "ad_group", "impression"))
+        for name, by, source in (
+            ("a", "ad", "search"),
+            ("b", "user", "impression"),
+            ("c", "ad_group", "impression"),
+        )
     )
     facts = [shown(1), shown(2), shown(3, ad=8), shown(4)._replace(source=SEARCH)]
-    assert said(lines, facts, now_ms=9) == [near(math.log1p(3)), near(math.log1p(1)), near(math.log1p(3))]
+    assert said(lines, facts, now_ms=9) == [
+        near(math.log1p(3)),
+        near(math.log1p(1)),
+        near(math.log1p(3)),
+    ]
 
 
 def test_keys_of_several_parts_depend_on_their_order_and_fit_into_64_bits() -> None:
-    counters = AggregateSet(spec_of(HEAD + "  - { name: a, by: [ad, ad_group], source: search, statistic: count }"))
+    counters = AggregateSet(
+        spec_of(HEAD + "  - { name: a, by: [ad, ad_group], source: search, statistic: count }")
+    )
     group = counters.groups[1]
     pairs = [(1, 2), (2, 1), (0, 0), (-1, 5), (2**63 - 1, 2**63 - 1), (ABSENT + 1, 3)]
     keys = [counters.key(group, 0, pair) for pair in pairs]
@@ -171,7 +187,12 @@ def test_a_user_keeps_the_latest_keys_only(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(aggregates, "MAX_USER_KEYS", 3)
     line = "  - { name: a, by: [user, ad], source: impression, statistic: count }"
     facts = [shown(n, ad=n) for n in range(1, 5)]
-    assert [said(line, facts, now_ms=9, ad=n)[0] > 0 for n in range(1, 5)] == [False, True, True, True]
+    assert [said(line, facts, now_ms=9, ad=n)[0] > 0 for n in range(1, 5)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 class Bytes:
@@ -182,7 +203,9 @@ class Bytes:
         self.users: dict[int, bytes] = {}
         self.shared: dict[tuple[int, int], bytes] = {}
 
-    def fetch(self, user: int, asked: list[tuple[int, int]]) -> tuple[list[dict[int, Slots]], list[dict[int, Slots]]]:
+    def fetch(
+        self, user: int, asked: list[tuple[int, int]]
+    ) -> tuple[list[dict[int, Slots]], list[dict[int, Slots]]]:
         groups = self.counters.groups
         shared: list[dict[int, Slots]] = [{} for _ in groups]
         for index, key in asked:
@@ -271,10 +294,14 @@ def kuairand_facts(num_rows: int) -> Iterator[tuple[Fact, list[Fact]]]:
     spec = load_spec(KUAIRAND)
     columns = [column.name for column in Layout(spec).ad_ids]
     objectives = {"click": "is_click", "long_view": "long_view", "like": "is_like"}
-    videos = pq.read_table(folder / "video_features_basic_pure.parquet", columns=["video_id", "author_id", "tag"])
+    videos = pq.read_table(
+        folder / "video_features_basic_pure.parquet", columns=["video_id", "author_id", "tag"]
+    )
     known = {row["video_id"]: row for row in videos.to_pylist()}
     (path,) = folder.glob("log_*.parquet")
-    log = pq.read_table(path, columns=["user_id", "video_id", "time_ms", "tab", *objectives.values()])
+    log = pq.read_table(
+        path, columns=["user_id", "video_id", "time_ms", "tab", *objectives.values()]
+    )
     for row in log.sort_by("time_ms").slice(0, num_rows).to_pylist():
         video = known.get(row["video_id"], {})
         tag = str(video.get("tag") or "").split(",")[0]
@@ -285,7 +312,9 @@ def kuairand_facts(num_rows: int) -> Iterator[tuple[Fact, list[Fact]]]:
         }
         ad_ids = tuple(values.get(name, ABSENT) for name in columns)
         fact = Fact(0, -1, row["user_id"], min(row["tab"], 5), ad_ids, row["time_ms"])
-        positives = [spec.objectives.index(name) for name, column in objectives.items() if row[column]]
+        positives = [
+            spec.objectives.index(name) for name, column in objectives.items() if row[column]
+        ]
         yield fact, [fact._replace(source=-1, objective=index) for index in positives]
 
 
@@ -295,7 +324,9 @@ def test_kuairand_replayed_in_memory_and_through_bytes_agrees_to_the_bit() -> No
     replayed: list[float] = []
     served, now = [], []
     for fact, outcomes in kuairand_facts(8_000):
-        counters.snapshot(fact.surface, fact.ad_ids, memory.users.get(fact.user_key), memory.shared, replayed)
+        counters.snapshot(
+            fact.surface, fact.ad_ids, memory.users.get(fact.user_key), memory.shared, replayed
+        )
         served.append(online.slots(fact.user_key, fact.surface, [tuple(fact.ad_ids)]))
         now.append(fact.event_ms)
         for happened in (fact, *outcomes):

@@ -26,7 +26,9 @@ SMALL = Caps(impressions=2, positives=2, retention_ms=40)
 
 
 def entry(number: int, event_ms: int, **changes: object) -> Entry:
-    base = Entry(number.to_bytes(16, "big"), f"r{number}", event_ms, event_ms, False, (NEVER, NEVER))
+    base = Entry(
+        number.to_bytes(16, "big"), f"r{number}", event_ms, event_ms, False, (NEVER, NEVER)
+    )
     return base._replace(**changes)
 
 
@@ -36,7 +38,8 @@ def entries(draw: st.DrawFn, max_size: int = 14) -> list[Entry]:
     for number in range(draw(st.integers(0, max_size))):
         event_ms = draw(st.integers(0, 30))
         known = tuple(
-            draw(st.one_of(st.just(NEVER), st.integers(event_ms, 45))) for _ in range(NUM_OBJECTIVES)
+            draw(st.one_of(st.just(NEVER), st.integers(event_ms, 45)))
+            for _ in range(NUM_OBJECTIVES)
         )
         made.append(
             entry(
@@ -52,12 +55,17 @@ def entries(draw: st.DrawFn, max_size: int = 14) -> list[Entry]:
 
 
 caps = st.builds(
-    Caps, impressions=st.integers(0, 4), positives=st.integers(0, 3), retention_ms=st.sampled_from([5, 1000])
+    Caps,
+    impressions=st.integers(0, 4),
+    positives=st.integers(0, 3),
+    retention_ms=st.sampled_from([5, 1000]),
 )
 instants = st.integers(0, 50)
 
 
-def read(found: list[Entry], at_ms: int, caps: Caps = SMALL, request_id: str = "own") -> list[tuple[Entry, int]]:
+def read(
+    found: list[Entry], at_ms: int, caps: Caps = SMALL, request_id: str = "own"
+) -> list[tuple[Entry, int]]:
     return asof_sequence_reference(found, at_ms=at_ms, request_id=request_id, caps=caps)
 
 
@@ -90,7 +98,9 @@ def test_equal_times_order_by_id_and_never_by_label() -> None:
 
 
 @given(entries(), instants, instants, caps)
-def test_what_is_seen_stays_seen_until_it_is_pushed_out(found: list[Entry], a: int, b: int, caps: Caps) -> None:
+def test_what_is_seen_stays_seen_until_it_is_pushed_out(
+    found: list[Entry], a: int, b: int, caps: Caps
+) -> None:
     roomy = Caps(impressions=99, positives=99, retention_ms=1000)
     early, late = (dict(read(found, when, roomy)) for when in sorted((a, b)))
     assert early.keys() <= late.keys()
@@ -99,7 +109,9 @@ def test_what_is_seen_stays_seen_until_it_is_pushed_out(found: list[Entry], a: i
 
 
 @given(entries(), entries(), instants, caps)
-def test_what_comes_later_changes_nothing(found: list[Entry], later: list[Entry], at_ms: int, caps: Caps) -> None:
+def test_what_comes_later_changes_nothing(
+    found: list[Entry], later: list[Entry], at_ms: int, caps: Caps
+) -> None:
     planted = [
         item._replace(
             example_id=bytes([255]) + item.example_id[1:],
@@ -112,7 +124,9 @@ def test_what_comes_later_changes_nothing(found: list[Entry], later: list[Entry]
 
 
 @given(entries(), instants, caps)
-def test_a_future_outcome_is_a_canary_that_must_not_sing(found: list[Entry], at_ms: int, caps: Caps) -> None:
+def test_a_future_outcome_is_a_canary_that_must_not_sing(
+    found: list[Entry], at_ms: int, caps: Caps
+) -> None:
     def planted(item: Entry) -> Entry:
         return item._replace(
             label_available_ms=tuple(
@@ -121,18 +135,25 @@ def test_a_future_outcome_is_a_canary_that_must_not_sing(found: list[Entry], at_
         )
 
     clean = [(item.example_id, bits) for item, bits in read(found, at_ms, caps)]
-    sung = [(item.example_id, bits) for item, bits in read([planted(item) for item in found], at_ms, caps)]
+    sung = [
+        (item.example_id, bits)
+        for item, bits in read([planted(item) for item in found], at_ms, caps)
+    ]
     assert sung == clean
 
 
 @given(entries(), instants, caps, st.randoms())
-def test_order_of_insertion_and_repeats_change_nothing(found: list[Entry], at_ms: int, caps: Caps, random) -> None:
+def test_order_of_insertion_and_repeats_change_nothing(
+    found: list[Entry], at_ms: int, caps: Caps, random
+) -> None:
     shuffled = found + found[: len(found) // 2]
     random.shuffle(shuffled)
     assert read(shuffled, at_ms, caps) == read(found, at_ms, caps)
 
 
-def columns(users: list[list[Entry]], requests: dict[str, int]) -> tuple[Segments, np.ndarray, np.ndarray, list[Entry]]:
+def columns(
+    users: list[list[Entry]], requests: dict[str, int]
+) -> tuple[Segments, np.ndarray, np.ndarray, list[Entry]]:
     """Users' entries as sorted columns."""
     ordered = [sorted(own, key=lambda item: (item.event_ms, item.example_id)) for own in users]
     flat = [item for own in ordered for item in own]
@@ -148,12 +169,16 @@ def columns(users: list[list[Entry]], requests: dict[str, int]) -> tuple[Segment
         available_ms=ints([item.available_ms for item in flat]),
         request=ints([requests[item.request_id] for item in flat]),
     )
-    labels = ints([when for item in flat for when in item.label_available_ms]).reshape(-1, NUM_OBJECTIVES)
+    labels = ints([when for item in flat for when in item.label_available_ms]).reshape(
+        -1, NUM_OBJECTIVES
+    )
     return segments, labels, np.array([item.self_label_seen for item in flat], dtype=bool), flat
 
 
 REQUESTS = {f"r{number}": number for number in range(6)} | {"own": 6}
-reads = st.lists(st.tuples(st.integers(-1, 2), instants, st.sampled_from(sorted(REQUESTS))), max_size=12)
+reads = st.lists(
+    st.tuples(st.integers(-1, 2), instants, st.sampled_from(sorted(REQUESTS))), max_size=12
+)
 
 
 def queries(asked: list[tuple[int, int, str]]) -> Queries:
@@ -174,7 +199,9 @@ def test_many_reads_at_once_equal_the_definition_one_by_one(
     assert len(windows.offsets) == len(asked) + 1
     for number, (user, when, name) in enumerate(asked):
         mine = slice(windows.offsets[number], windows.offsets[number + 1])
-        got = [(flat[row], int(bit)) for row, bit in zip(windows.rows[mine], bits[mine], strict=True)]
+        got = [
+            (flat[row], int(bit)) for row, bit in zip(windows.rows[mine], bits[mine], strict=True)
+        ]
         assert got == (read(users[user], when, caps, name) if user >= 0 else [])
 
 
@@ -196,7 +223,9 @@ def test_the_newest_known_rows_are_found_however_many_newer_ones_are_not_known(
 def test_nothing_to_read_and_nobody_to_read_are_fine() -> None:
     none = np.zeros(0, dtype=np.int64)
     empty = Segments(none, none, none, none, none)
-    windows = newest_known(empty, Queries(np.array([-1, -1]), np.array([5, 6]), np.array([0, 0])), limit=3)
+    windows = newest_known(
+        empty, Queries(np.array([-1, -1]), np.array([5, 6]), np.array([0, 0])), limit=3
+    )
     assert windows.offsets.tolist() == [0, 0, 0]
     windows, bits = asof_windows(
         empty, none.reshape(0, 2), none.astype(bool), Queries(none, none, none), caps=Caps()
@@ -207,7 +236,9 @@ def test_nothing_to_read_and_nobody_to_read_are_fine() -> None:
 def test_rows_before_an_instant_are_those_strictly_before_it() -> None:
     times = np.array([1, 3, 3, 7, 2, 9], dtype=np.int64)
     segments = Segments(np.array([0, 4]), np.array([4, 6]), times, times, np.full(6, -1))
-    asked = Queries(np.array([0, 0, 0, 1, 1, -1]), np.array([3, 4, 99, 2, 3, 5]), np.zeros(6, np.int64))
+    asked = Queries(
+        np.array([0, 0, 0, 1, 1, -1]), np.array([3, 4, 99, 2, 3, 5]), np.zeros(6, np.int64)
+    )
     assert before(segments, asked).tolist() == [1, 3, 4, 4, 5, 0]
 
 

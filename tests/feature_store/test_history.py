@@ -46,7 +46,9 @@ def name(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def remembered(number: int, event_ms: int, *, available_ms: int | None = None, request: str = "") -> Entries:
+def remembered(
+    number: int, event_ms: int, *, available_ms: int | None = None, request: str = ""
+) -> Entries:
     return MEMORY.entries(
         [name(number)],
         requests=[request],
@@ -75,10 +77,20 @@ def numbers(entries: Entries) -> list[int]:
     return [int(low) for low in entries["low"]]
 
 
-def test_a_history_keeps_the_newest_of_every_source_in_order_of_time_then_priority_then_id() -> None:
+def test_a_history_keeps_the_newest_of_every_source_in_order_of_time_then_priority_then_id() -> (
+    None
+):
     row = History(EVENTS)
     for number, (when, source) in enumerate(
-        [(1, IMPRESSION), (9, SEARCH), (9, IMPRESSION), (3, SEARCH), (9, IMPRESSION), (5, IMPRESSION), (2, SEARCH)]
+        [
+            (1, IMPRESSION),
+            (9, SEARCH),
+            (9, IMPRESSION),
+            (3, SEARCH),
+            (9, IMPRESSION),
+            (5, IMPRESSION),
+            (2, SEARCH),
+        ]
     ):
         row.append(happened(number, when, source))
     entries, bits = row.read(10)
@@ -87,7 +99,9 @@ def test_a_history_keeps_the_newest_of_every_source_in_order_of_time_then_priori
     assert entries["ids"][:, 0].tolist() == [3, 5, 2, 4, 1]
     assert entries["dense"][:, 0].tolist() == [1.5, 2.5, 1.0, 2.0, 0.5]
     assert bits.tolist() == [0] * 5
-    assert numbers(row.read(9)[0]) == [0, 6, 3, 5], "an event of the instant itself is not before it"
+    assert numbers(row.read(9)[0]) == [0, 6, 3, 5], (
+        "an event of the instant itself is not before it"
+    )
 
 
 def test_outcome_bits_turn_on_when_they_are_available() -> None:
@@ -95,7 +109,9 @@ def test_outcome_bits_turn_on_when_they_are_available() -> None:
     row.append(happened(1, 10))
     assert row.label(name(1), source=IMPRESSION, objective=1, available_ms=50)
     assert row.label(name(1), source=IMPRESSION, objective=0, available_ms=30)
-    assert row.label(name(1), source=IMPRESSION, objective=0, available_ms=40), "a repeat changes nothing"
+    assert row.label(name(1), source=IMPRESSION, objective=0, available_ms=40), (
+        "a repeat changes nothing"
+    )
     assert [int(row.read(when)[1][0]) for when in (29, 30, 49, 50)] == [0, 0b01, 0b01, 0b11]
 
 
@@ -124,11 +140,15 @@ def test_a_late_positive_moves_into_the_window_of_positives_and_frees_a_place() 
     row.label(name(1), source=0, objective=0, available_ms=6)
     assert numbers(row.read(9)[0]) == [1, 3, 4]
     row.label(name(4), source=0, objective=0, available_ms=7)
-    assert numbers(row.read(9)[0]) == [2, 3, 4], "4 takes the place of 1 among positives and leaves one to 2"
+    assert numbers(row.read(9)[0]) == [2, 3, 4], (
+        "4 takes the place of 1 among positives and leaves one to 2"
+    )
     assert numbers(row.read(6)[0]) == [1, 3, 4]
 
 
-def test_a_positive_outlives_any_number_of_newer_impressions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_positive_outlives_any_number_of_newer_impressions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(history, "SPARE", 0)
     row = History(MEMORY)
     row.append(remembered(1, 1))
@@ -139,7 +159,9 @@ def test_a_positive_outlives_any_number_of_newer_impressions(monkeypatch: pytest
     assert row.late_positive_dropped == 0
 
 
-def test_a_positive_that_comes_after_its_entry_was_dropped_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_positive_that_comes_after_its_entry_was_dropped_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(history, "SPARE", 0)
     row = History(MEMORY)
     row.append(np.concatenate([remembered(n, n) for n in range(1, 9)]))
@@ -166,17 +188,25 @@ def deliveries(draw: st.DrawFn) -> tuple[list[Entry], list[tuple[int, Entry, int
         event_ms = draw(st.integers(0, 30))
         available = event_ms + draw(st.sampled_from([0, 0, 2, 11]))
         known = tuple(draw(st.one_of(st.just(NEVER), st.integers(available, 50))) for _ in range(2))
-        entries.append(Entry(name(number), f"r{draw(st.integers(0, 4))}", event_ms, available, False, known))
+        entries.append(
+            Entry(name(number), f"r{draw(st.integers(0, 4))}", event_ms, available, False, known)
+        )
     feed = [(-1, entry, entry.available_ms) for entry in entries]
     feed += [
-        (k, entry, when) for entry in entries for k, when in enumerate(entry.label_available_ms) if when != NEVER
+        (k, entry, when)
+        for entry in entries
+        for k, when in enumerate(entry.label_available_ms)
+        if when != NEVER
     ]
     feed.sort(key=lambda step: (step[2], step[1].event_ms, step[0], step[1].example_id))
     return entries, feed
 
 
 caps = st.builds(
-    Caps, impressions=st.integers(0, 4), positives=st.integers(0, 3), retention_ms=st.sampled_from([9, 1_000])
+    Caps,
+    impressions=st.integers(0, 4),
+    positives=st.integers(0, 3),
+    retention_ms=st.sampled_from([9, 1_000]),
 )
 
 
@@ -217,7 +247,10 @@ def assert_reads(row: History, entries: list[Entry], at_ms: int, request: str, c
 @settings(max_examples=150)
 @given(deliveries(), caps, st.integers(0, 60), st.sampled_from(["r0", "r1", "own"]))
 def test_fed_in_order_of_availability_it_reads_what_the_definition_says(
-    delivered: tuple[list[Entry], list[tuple[int, Entry, int]]], caps: Caps, at_ms: int, request: str
+    delivered: tuple[list[Entry], list[tuple[int, Entry, int]]],
+    caps: Caps,
+    at_ms: int,
+    request: str,
 ) -> None:
     entries, feed = delivered
     row = feed_until(memory_shape(2, num_bytes=4, caps=caps), feed, at_ms)
@@ -263,7 +296,9 @@ def test_a_row_is_the_same_after_it_was_bytes() -> None:
     assert again.rows.tobytes() == row.rows.tobytes()
     assert again.to_bytes() == row.to_bytes()
     again.append(happened(3, 30))
-    assert again.label(name(2), source=SEARCH, objective=0, available_ms=40), "a row from bytes can be changed"
+    assert again.label(name(2), source=SEARCH, objective=0, available_ms=40), (
+        "a row from bytes can be changed"
+    )
     assert len(History.from_bytes(EVENTS, b"").read(99)[0]) == 0
 
 
@@ -271,7 +306,13 @@ def test_damaged_and_foreign_rows_are_refused() -> None:
     row = History(EVENTS)
     row.append(happened(1, 10))
     data = row.to_bytes()
-    for damaged in (data[:-1], data[:10], b"gem1", data[:-1] + bytes([data[-1] ^ 1]), b"x" + data[1:]):
+    for damaged in (
+        data[:-1],
+        data[:10],
+        b"gem1",
+        data[:-1] + bytes([data[-1] ^ 1]),
+        b"x" + data[1:],
+    ):
         with pytest.raises(CorruptArtefact):
             History.from_bytes(EVENTS, damaged)
     with pytest.raises(FailedPrecondition, match="rebuild"):
@@ -294,10 +335,18 @@ def test_requests_are_told_apart_and_no_request_is_none() -> None:
 
 
 def test_a_full_row_of_a_generous_shape_stays_small_and_is_quick_to_read() -> None:
-    shape = Shape(windows=(Window(impressions=128, positives=72),), num_objectives=3, payload=(("q", "u1", (32,)),))
+    shape = Shape(
+        windows=(Window(impressions=128, positives=72),),
+        num_objectives=3,
+        payload=(("q", "u1", (32,)),),
+    )
     row = History(shape)
     ids = [name(n) for n in range(1_000)]
-    row.append(shape.entries(ids, event_ms=np.arange(1_000), available_ms=np.arange(1_000), source=0, surface=0, q=0))
+    row.append(
+        shape.entries(
+            ids, event_ms=np.arange(1_000), available_ms=np.arange(1_000), source=0, surface=0, q=0
+        )
+    )
     assert len(row.rows) == 200 + history.SPARE
     assert len(row.to_bytes()) < 30_000
     assert len(row.read(5_000)[0]) == 128

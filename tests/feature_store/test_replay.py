@@ -71,10 +71,15 @@ class Log:
         self.spec = small_spec()
         self.random = np.random.default_rng(seed)
         self.catalogue = self._versions("ad", lambda: self._ad_features())
-        self.users = self._versions("user", lambda: {"city": self._maybe(self._int(5)), "income": float(self._int(9))})
+        self.users = self._versions(
+            "user", lambda: {"city": self._maybe(self._int(5)), "income": float(self._int(9))}
+        )
         self.impressions = [self._impression() for _ in range(12 + self._int(40))]
         self.outcomes = [
-            outcome for shown in self.impressions for name in self.spec.objectives for outcome in self._outcomes(shown, name)
+            outcome
+            for shown in self.impressions
+            for name in self.spec.objectives
+            for outcome in self._outcomes(shown, name)
         ]
         self.events = [self._event() for _ in range(self._int(40))]
         self.annotations = [
@@ -164,7 +169,10 @@ class Log:
         for number in range(1 + self._int(2)):
             rows.append(
                 {
-                    **{name: shown[name] for name in ("example_id", "request_id", "user_key", "ad_key", "surface")},
+                    **{
+                        name: shown[name]
+                        for name in ("example_id", "request_id", "user_key", "ad_key", "surface")
+                    },
                     "event_ms": shown["event_ms"],
                     "self_label_seen": self._int(5) == 0,
                     "space_id": SPACE if self._int(6) else b"another0",
@@ -194,15 +202,25 @@ class Oracle:
     def __init__(self, log: Log) -> None:
         self.log, self.spec, self.layout = log, log.spec, Layout(log.spec)
         self.positives: dict[tuple[bytes, str], tuple[int, float]] = {}
-        windows = {o.name: 1_000 * o.attribution_window_seconds for o in self.spec.message.objectives}
+        windows = {
+            o.name: 1_000 * o.attribution_window_seconds for o in self.spec.message.objectives
+        }
         times = {shown["example_id"]: shown["event_ms"] for shown in log.impressions}
         for row in sorted(log.outcomes, key=lambda row: -row["available_ms"]):
-            if row["value"] > 0 and row["occurred_ms"] <= times[row["example_id"]] + windows[row["objective"]]:
-                self.positives[row["example_id"], row["objective"]] = (row["available_ms"], row["value"])
+            if (
+                row["value"] > 0
+                and row["occurred_ms"] <= times[row["example_id"]] + windows[row["objective"]]
+            ):
+                self.positives[row["example_id"], row["objective"]] = (
+                    row["available_ms"],
+                    row["value"],
+                )
 
     def version(self, rows: list[Row], key_name: str, key: int | None, at_ms: int) -> Row:
         known = [
-            row for row in rows if row[key_name] == key and max(row["valid_from_ms"], row["available_ms"]) <= at_ms
+            row
+            for row in rows
+            if row[key_name] == key and max(row["valid_from_ms"], row["available_ms"]) <= at_ms
         ]
         return max(known, key=lambda row: row["valid_from_ms"], default={})
 
@@ -229,7 +247,10 @@ class Oracle:
 
     def past(self, user: int, at_ms: int, request: str) -> list[tuple[Row, int]]:
         """Known events of a user with their sources, in order."""
-        shown = [{**row, "source": "impression", "event_id": row["example_id"]} for row in self.log.impressions]
+        shown = [
+            {**row, "source": "impression", "event_id": row["example_id"]}
+            for row in self.log.impressions
+        ]
         own = [
             row
             for row in shown + self.log.events
@@ -242,7 +263,9 @@ class Oracle:
         own.sort(key=lambda row: (row["event_ms"], order[row["source"]], row["event_id"]))
         kept = []
         for index, source in enumerate(self.spec.message.event_sources):
-            kept += [(row, index) for row in own if row["source"] == source.name][-source.max_length :]
+            kept += [(row, index) for row in own if row["source"] == source.name][
+                -source.max_length :
+            ]
         return sorted(kept, key=lambda item: own.index(item[0]))
 
     def event_features(self, row: Row, index: int) -> tuple[list[int], list[float]]:
@@ -250,19 +273,29 @@ class Oracle:
         ids = self.ad_ids(row["ad_key"], row["event_ms"])
         dense = self.ad_dense(row["ad_key"], row["event_ms"])
         return (
-            [ids[column.name] if column.name in copied else ABSENT for column in self.layout.event_ids],
+            [
+                ids[column.name] if column.name in copied else ABSENT
+                for column in self.layout.event_ids
+            ],
             [
                 value
                 for column in self.layout.event_dense
-                for value in (dense[column.name] if column.name in copied else [math.nan] * column.width)
+                for value in (
+                    dense[column.name] if column.name in copied else [math.nan] * column.width
+                )
             ],
         )
 
-    def statistic(self, aggregate: pb.Aggregate, user: int, surface: str, ad_ids: dict[str, int], at_ms: int) -> float:
+    def statistic(
+        self, aggregate: pb.Aggregate, user: int, surface: str, ad_ids: dict[str, int], at_ms: int
+    ) -> float:
         """By its definition, over every fact known at the instant."""
 
         def keys(row: Row, ids: dict[str, int]) -> list[Any]:
-            return [{"user": row["user_key"], "surface": row["surface"], **ids}[name] for name in aggregate.by]
+            return [
+                {"user": row["user_key"], "surface": row["surface"], **ids}[name]
+                for name in aggregate.by
+            ]
 
         mine = keys({"user_key": user, "surface": surface}, ad_ids)
         halves = aggregate.half_life_seconds * 1_000
@@ -271,12 +304,19 @@ class Oracle:
             weights = [
                 1.0 if everywhere or not halves else 0.5 ** ((at_ms - row["event_ms"]) / halves)
                 for row in rows
-                if everywhere or (ABSENT not in mine and keys(row, self.ad_ids(row["ad_key"], row["event_ms"])) == mine)
+                if everywhere
+                or (
+                    ABSENT not in mine
+                    and keys(row, self.ad_ids(row["ad_key"], row["event_ms"])) == mine
+                )
             ]
             return sum(weights)
 
         if aggregate.statistic == pb.STATISTIC_RATE:
-            trials, hits = self.facts("impression", "", at_ms), self.facts("", aggregate.objective, at_ms)
+            trials, hits = (
+                self.facts("impression", "", at_ms),
+                self.facts("", aggregate.objective, at_ms),
+            )
             prior = (total(hits, everywhere=True) + 1) / (total(trials, everywhere=True) + 2)
             strength = aggregate.prior_strength
             return (total(hits) + strength * prior) / (total(trials) + strength)
@@ -295,16 +335,26 @@ class Oracle:
                 if row["event_ms"] < at_ms
                 and self.positives.get((row["example_id"], objective), (NEVER, 0.0))[0] <= at_ms
             ]
-        rows = self.log.impressions if source == "impression" else [r for r in self.log.events if r["source"] == source]
+        rows = (
+            self.log.impressions
+            if source == "impression"
+            else [r for r in self.log.events if r["source"] == source]
+        )
         return [row for row in rows if row["event_ms"] < at_ms and row["available_ms"] <= at_ms]
 
-    def counters(self, columns: Any, user: int, surface: str, ad_ids: dict[str, int], at_ms: int) -> list[float]:
-        return [self.statistic(column.aggregate, user, surface, ad_ids, at_ms) for column in columns]
+    def counters(
+        self, columns: Any, user: int, surface: str, ad_ids: dict[str, int], at_ms: int
+    ) -> list[float]:
+        return [
+            self.statistic(column.aggregate, user, surface, ad_ids, at_ms) for column in columns
+        ]
 
     def target(self, shown: Row, known_by_ms: int) -> tuple[list[float], list[bool]]:
         labels, mask, positive = [], [], {}
         for objective in self.spec.message.objectives:
-            available, value = self.positives.get((shown["example_id"], objective.name), (NEVER, 0.0))
+            available, value = self.positives.get(
+                (shown["example_id"], objective.name), (NEVER, 0.0)
+            )
             positive[objective.name] = available <= known_by_ms
             closed = shown["event_ms"] + 1_000 * objective.attribution_window_seconds <= known_by_ms
             settled = (positive[objective.name] or closed) and positive.get(objective.parent, True)
@@ -324,7 +374,10 @@ class Oracle:
                 note["event_ms"],
                 note["available_ms"],
                 note["self_label_seen"],
-                tuple(self.positives.get((name, objective), (NEVER, 0.0))[0] for objective in self.spec.objectives),
+                tuple(
+                    self.positives.get((name, objective), (NEVER, 0.0))[0]
+                    for objective in self.spec.objectives
+                ),
             )
             for name, note in notes.items()
         ]
@@ -333,11 +386,19 @@ class Oracle:
 
 
 def same(got: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(got, dtype=float), np.asarray(expected, dtype=float), rtol=2e-6)
+    np.testing.assert_allclose(
+        np.asarray(got, dtype=float), np.asarray(expected, dtype=float), rtol=2e-6
+    )
 
 
 def check_request(
-    oracle: Oracle, batch: FeatureBatch, targets: Targets, r: int, shown: list[Row], own: str, known_by_ms: int
+    oracle: Oracle,
+    batch: FeatureBatch,
+    targets: Targets,
+    r: int,
+    shown: list[Row],
+    own: str,
+    known_by_ms: int,
 ) -> None:
     """One request of a batch, tensor by tensor."""
     layout, first, now = oracle.layout, shown[0], int(batch.request_ms[r])
@@ -360,17 +421,25 @@ def check_request(
         assert batch.ad_ids[at].tolist() == [found[column.name] for column in layout.ad_ids]
         stored_dense = oracle.ad_dense(row["ad_key"], now)
         flat = [value for column in layout.stored_ad_dense for value in stored_dense[column.name]]
-        same(batch.ad_dense[at], flat + oracle.counters(layout.ad_aggregates, user, surface, found, now))
+        same(
+            batch.ad_dense[at],
+            flat + oracle.counters(layout.ad_aggregates, user, surface, found, now),
+        )
         labels, mask = oracle.target(row, known_by_ms)
         assert (targets.labels[at].tolist(), targets.label_mask[at].tolist()) == (labels, mask)
         assert targets.example_id[at].tobytes() == row["example_id"]
 
 
 def check_events(oracle: Oracle, batch: FeatureBatch, r: int, past: list[tuple[Row, int]]) -> None:
-    window, now = slice(batch.event_offsets[r], batch.event_offsets[r + 1]), int(batch.request_ms[r])
+    window, now = (
+        slice(batch.event_offsets[r], batch.event_offsets[r + 1]),
+        int(batch.request_ms[r]),
+    )
     assert batch.event_ms[window].tolist() == [row["event_ms"] for row, _ in past]
     assert batch.event_source[window].tolist() == [index for _, index in past]
-    surfaces = [oracle.spec.surface_index(row["surface"]) if row["surface"] else -1 for row, _ in past]
+    surfaces = [
+        oracle.spec.surface_index(row["surface"]) if row["surface"] else -1 for row, _ in past
+    ]
     assert batch.event_surface[window].tolist() == surfaces
     bits = [oracle.label_bits(row["event_id"], now) if index == 0 else 0 for row, index in past]
     assert batch.event_labels[window].tolist() == bits
@@ -389,7 +458,11 @@ def check_shapes(batch: FeatureBatch) -> None:
     }
     for name, field in FIELDS.items():
         tensor = getattr(batch, name)
-        assert (tensor.dtype, tensor.ndim, len(tensor)) == (field.dtype, field.ndim, sizes[field.axis]), name
+        assert (tensor.dtype, tensor.ndim, len(tensor)) == (
+            field.dtype,
+            field.ndim,
+            sizes[field.axis],
+        ), name
 
 
 def annotated(log: Log, tables: Tables) -> Replay:
@@ -434,7 +507,9 @@ def test_batches_of_single_impressions_equal_the_oracle(seed: int, tmp_path: Pat
         check_request(oracle, batch, targets, r, [row], "its own", NEVER - 1)
 
 
-def test_soft_labels_come_from_the_first_annotation_and_never_from_one_that_saw_the_label(tmp_path: Path) -> None:
+def test_soft_labels_come_from_the_first_annotation_and_never_from_one_that_saw_the_label(
+    tmp_path: Path,
+) -> None:
     log = Log(3)
     replay = annotated(log, log.write(tmp_path))
     examples = replay.examples(0, 10**9, requests="impression")
@@ -448,7 +523,9 @@ def test_soft_labels_come_from_the_first_annotation_and_never_from_one_that_saw_
         note = first.get(name.tobytes())
         taught = note is not None and not note["self_label_seen"]
         assert targets.teacher_mask[row] == taught
-        assert targets.teacher_logits[row].tolist() == (note["logits"] if note and taught else [0.0, 0.0])
+        assert targets.teacher_logits[row].tolist() == (
+            note["logits"] if note and taught else [0.0, 0.0]
+        )
 
 
 def test_a_stretch_of_time_a_surface_and_no_rows_at_all(tmp_path: Path) -> None:
@@ -463,7 +540,9 @@ def test_a_stretch_of_time_a_surface_and_no_rows_at_all(tmp_path: Path) -> None:
         assert batch.event_offsets.tolist() == batch.candidate_offsets.tolist() == [0]
 
 
-def test_a_log_without_impressions_events_users_and_ads_is_empty_and_not_an_error(tmp_path: Path) -> None:
+def test_a_log_without_impressions_events_users_and_ads_is_empty_and_not_an_error(
+    tmp_path: Path,
+) -> None:
     spec, tables = small_spec(), Tables(tmp_path)
     tables.append("impressions", schema("impressions", spec).empty_table())
     replay = Replay(spec, tables)
@@ -474,7 +553,9 @@ def test_a_log_without_impressions_events_users_and_ads_is_empty_and_not_an_erro
         assert len(examples) == 0
 
 
-def test_the_first_impression_of_an_unknown_user_of_an_unknown_ad_is_scored_from_nothing(tmp_path: Path) -> None:
+def test_the_first_impression_of_an_unknown_user_of_an_unknown_ad_is_scored_from_nothing(
+    tmp_path: Path,
+) -> None:
     log = Log(0)
     log.impressions, log.outcomes, log.events = log.impressions[:1], [], []
     log.users, log.catalogue, log.annotations = [], [], []
@@ -489,7 +570,9 @@ def test_the_first_impression_of_an_unknown_user_of_an_unknown_ad_is_scored_from
     assert batch.event_offsets.tolist() == batch.memory_offsets.tolist() == [0, 0]
     assert batch.pair_level.tolist() == [4]
     assert targets.labels.tolist() == [[0.0, 0.0]]
-    assert targets.label_mask.tolist() == [[True, False]], "no click: nobody can say whether it would have sold"
+    assert targets.label_mask.tolist() == [[True, False]], (
+        "no click: nobody can say whether it would have sold"
+    )
 
 
 def test_pair_embeddings_follow_their_impressions(tmp_path: Path) -> None:

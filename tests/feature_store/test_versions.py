@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from feature_store.versions import VersionIndex, positions
 
 rows = st.lists(
-    st.tuples(st.integers(-1, 2), st.integers(0, 9), st.integers(0, 9)), max_size=12, unique_by=lambda row: row[:2]
+    st.tuples(st.integers(-1, 2), st.integers(0, 9), st.integers(0, 9)),
+    max_size=12,
+    unique_by=lambda row: row[:2],
 )
 asked = st.lists(st.tuples(st.integers(-2, 3), st.integers(0, 20)), max_size=8)
 
