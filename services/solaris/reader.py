@@ -21,7 +21,7 @@ from services.solaris.lifetimes import (
     group_field,
     row_key,
 )
-from services.solaris.rows import MAX_STEPS, mean_table, pair_table
+from services.solaris.rows import mean_table, pair_table, quantize
 
 NUM_LEVELS = len(Level)
 META = 3
@@ -160,7 +160,7 @@ class PairReader:
         default_N = ~averaged_N & ~exact_N
         mean_level_N = np.where(source_N == len(means) - 1, Level.USER, Level.AD_GROUP)
         levels_N = np.select([exact_N, averaged_N], [Level.EXACT, mean_level_N], Level.DEFAULT)
-        steps, scales = _steps(means["mean"])
+        steps, scales = quantize(means["mean"])
         stamp_N = np.where(exact_N, pairs["computed_ms"], means["computed_ms"][source_N])
         count_N = np.where(exact_N, 1, means["count"][source_N])
         meta_N3 = np.stack([(as_of_ms - stamp_N) / 1000.0, count_N, np.zeros(len(stamp_N))], axis=1)
@@ -208,15 +208,6 @@ class _Sieve:
         )
         self.refused = self.refused.plus(counts)
         return rows, known & ~foreign & ~future & ~expired
-
-
-def _steps(
-    means: npt.NDArray[np.float32],
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Means as int8 steps and scales, as pairs are stored: a model sees one code at every level."""
-    scales = (np.abs(means).max(axis=1, initial=0.0) / MAX_STEPS).astype(np.float32)
-    safe = np.where(scales > 0, scales, 1.0)
-    return np.clip(np.rint(means / safe[:, None]), -MAX_STEPS, MAX_STEPS), scales
 
 
 def _newest(pairs: npt.NDArray[np.void], means: npt.NDArray[np.void]) -> str:

@@ -118,29 +118,36 @@ def quantize_finite(
     return steps, scales, finite_N
 
 
-def add(mean: Mean | None, pair: Pair, *, half_life_ms: float) -> Mean:
-    """The mean with one more vector in it.
+def add(mean: Mean | None, pairs: Sequence[Pair], *, half_life_ms: float) -> Mean:
+    """The mean with one or more vectors added to it.
 
-    Equals Σ w·e / Σ w with w = 2^(-age / half-life) over all vectors added, in any order, to float32 rounding.
-    A mean of another space or width is not continued: it starts anew.
+    Equals Σ w·e / Σ w with w = 2^(-age / half-life) over all vectors ever added, in any order and in any portions, to
+    float32 rounding. A mean of another space or width is not continued: it starts anew.
+
+    Raises:
+        ValueError: there is no vector to add.
     """
-    values = pair.values
-    if mean is None or mean.space_id != pair.space_id or len(mean.mean) != len(values):
-        return _first(pair, values)
-    reference_ms = max(mean.reference_ms, pair.computed_ms)
+    if not pairs:
+        raise ValueError("a mean grows by at least one vector")
+    newest = max(pairs, key=lambda pair: pair.computed_ms)
+    if mean is None or mean.space_id != newest.space_id or len(mean.mean) != len(newest.vector):
+        mean = _empty(newest)
+    reference_ms = max(mean.reference_ms, newest.computed_ms)
+    ages = np.array([pair.computed_ms - reference_ms for pair in pairs], dtype=np.float64)
+    added = 2.0 ** (ages / half_life_ms)
     kept = mean.weight * 2.0 ** ((mean.reference_ms - reference_ms) / half_life_ms)
-    added = 2.0 ** ((pair.computed_ms - reference_ms) / half_life_ms)
-    share = added / (kept + added)
-    newest = pair if pair.computed_ms >= mean.computed_ms else mean
+    weight = kept + float(added.sum())
+    scaled = added * np.array([pair.scale for pair in pairs])
+    total = scaled @ np.stack([pair.vector for pair in pairs]).astype(np.float64)
     return Mean(
-        space_id=pair.space_id,
-        model_version=newest.model_version,
-        computed_ms=max(mean.computed_ms, pair.computed_ms),
-        available_ms=max(mean.available_ms, pair.available_ms),
-        count=mean.count + 1,
-        weight=kept + added,
+        space_id=newest.space_id,
+        model_version=(newest if newest.computed_ms >= mean.computed_ms else mean).model_version,
+        computed_ms=max(mean.computed_ms, newest.computed_ms),
+        available_ms=max(mean.available_ms, *(pair.available_ms for pair in pairs)),
+        count=mean.count + len(pairs),
+        weight=weight,
         reference_ms=reference_ms,
-        mean=(mean.mean * (1.0 - share) + values * share).astype(np.float32),
+        mean=((mean.mean * kept + total) / weight).astype(np.float32),
     )
 
 
@@ -217,16 +224,17 @@ def _table(
     return rows, (rows["format"] == number) & (rows["dim"] == dim)
 
 
-def _first(pair: Pair, values: npt.NDArray[np.float32]) -> Mean:
+def _empty(pair: Pair) -> Mean:
+    """A mean of nothing, in the space and width of a vector."""
     return Mean(
         space_id=pair.space_id,
         model_version=pair.model_version,
         computed_ms=pair.computed_ms,
         available_ms=pair.available_ms,
-        count=1,
-        weight=1.0,
+        count=0,
+        weight=0.0,
         reference_ms=pair.computed_ms,
-        mean=values,
+        mean=np.zeros(len(pair.vector), dtype=np.float32),
     )
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from services.solaris import rows
 from services.solaris.lifetimes import USER_FIELD, Lifetimes, ad_field, group_field, row_key
-from services.solaris.rows import Mean, Pair
+from services.solaris.rows import Pair
 
 
 class WideRowStore(Protocol):
@@ -106,7 +106,7 @@ class PairWriter:
                 life.user_half_life_ms if field == USER_FIELD else life.ad_group_half_life_ms
             )
             mean = None if value is None else rows.decode_mean(value, dim=self._dim)
-            values[field] = rows.encode_mean(_continued(mean, pairs, half_life))
+            values[field] = rows.encode_mean(rows.add(mean, pairs, half_life_ms=half_life))
         return values
 
     def _pairs(self, user_key: int, ad_keys: Sequence[int]) -> list[Pair | None]:
@@ -127,10 +127,3 @@ def _newest_of_each(pairs: list[NewPair]) -> list[NewPair]:
         if held is None or new.pair.computed_ms > held.pair.computed_ms:
             best[new.ad_key] = new
     return sorted(best.values(), key=lambda new: (new.pair.computed_ms, new.ad_key))
-
-
-def _continued(mean: Mean | None, pairs: list[Pair], half_life_ms: float) -> Mean:
-    for pair in pairs:
-        mean = rows.add(mean, pair, half_life_ms=half_life_ms)
-    assert mean is not None, "a mean is written only with a pair in it"
-    return mean

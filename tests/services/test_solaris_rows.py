@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feature_store.errors import InvalidInput
+from model.solaris.pair import quantize_int8
 from services.solaris import rows
 from services.solaris.rows import Mean, Pair
 
@@ -31,7 +33,7 @@ def test_a_pair_comes_back_as_it_was_written() -> None:
 
 
 def test_a_mean_comes_back_as_it_was_written() -> None:
-    mean = rows.add(None, pair([4, 8]), half_life_ms=HOUR_MS)
+    mean = rows.add(None, [pair([4, 8])], half_life_ms=HOUR_MS)
     read = rows.decode_mean(rows.encode_mean(mean), dim=2)
     assert read is not None
     assert (read.count, read.weight, read.reference_ms) == (1, 1.0, 1_000)
@@ -44,7 +46,7 @@ def test_a_value_of_another_width_or_format_is_not_a_pair(value: bytes) -> None:
 
 
 def test_a_mean_is_never_read_as_a_pair() -> None:
-    mean = rows.add(None, pair([4, 8]), half_life_ms=HOUR_MS)
+    mean = rows.add(None, [pair([4, 8])], half_life_ms=HOUR_MS)
     assert rows.decode_pair(rows.encode_mean(mean), dim=2) is None
 
 
@@ -66,17 +68,18 @@ def test_a_space_id_or_version_that_does_not_fit_is_refused_by_name() -> None:
 @given(
     times=st.lists(st.integers(0, 48 * HOUR_MS), min_size=1, max_size=30),
     half_life_hours=st.sampled_from([1, 6]),
+    portions=st.integers(1, 30),
     seed=st.integers(0, 1_000),
 )
-def test_adding_one_by_one_in_any_order_equals_the_batch_formula(
-    times: list[int], half_life_hours: int, seed: int
+def test_adding_in_any_order_and_portions_equals_the_batch_formula(
+    times: list[int], half_life_hours: int, portions: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     half_life_ms = half_life_hours * HOUR_MS
     pairs = [pair(random.integers(-127, 128, 8).tolist(), computed_ms=time) for time in times]
     mean: Mean | None = None
-    for each in pairs:
-        mean = rows.add(mean, each, half_life_ms=half_life_ms)
+    for portion in np.array_split(np.arange(len(pairs)), min(portions, len(pairs))):
+        mean = rows.add(mean, [pairs[i] for i in portion], half_life_ms=half_life_ms)
     weights = np.array([2.0 ** (-(max(times) - time) / half_life_ms) for time in times])
     values = np.stack([each.values for each in pairs]).astype(np.float64)
     expected = (weights[:, None] * values).sum(axis=0) / weights.sum()
@@ -87,8 +90,8 @@ def test_adding_one_by_one_in_any_order_equals_the_batch_formula(
 
 
 def test_a_mean_of_another_space_starts_anew_rather_than_mix() -> None:
-    old = rows.add(None, pair([100, 100], space=OTHER), half_life_ms=HOUR_MS)
-    new = rows.add(old, pair([4, 8]), half_life_ms=HOUR_MS)
+    old = rows.add(None, [pair([100, 100], space=OTHER)], half_life_ms=HOUR_MS)
+    new = rows.add(old, [pair([4, 8])], half_life_ms=HOUR_MS)
     assert (new.space_id, new.count) == (SPACE, 1)
     assert new.mean.tolist() == [1.0, 2.0]
 
@@ -110,3 +113,12 @@ def test_int8_coding_is_off_by_at_most_half_a_step_and_idempotent(seed: int, sca
 def test_a_vector_that_is_not_finite_is_refused() -> None:
     with pytest.raises(InvalidInput, match="NaN"):
         rows.quantize(np.array([[1.0, np.nan]], dtype=np.float32))
+
+
+def test_the_model_and_the_store_code_vectors_alike() -> None:
+    values = np.random.default_rng(0).normal(size=(200, 64)).astype(np.float32)
+    values[3] = 0.0
+    steps, scales = rows.quantize(values)
+    model_steps, model_scales = quantize_int8(torch.from_numpy(values))
+    assert (steps == model_steps.numpy()).all()
+    assert (scales == model_scales.numpy()).all()
