@@ -127,7 +127,7 @@ class Replay:
         `impression` makes each impression a request of its own, read at its own time; `request` reads all candidates
         of a request at the time of its first. `known_by_ms` hides outcomes that became known later.
         """
-        at_ms = self._read_ms(requests)
+        at_ms = self.read_ms(requests)
         wanted = (at_ms >= from_ms) & (at_ms < to_ms)
         if surface is not None:
             wanted &= self.impressions.surface == self.spec.surface_index(surface)
@@ -251,7 +251,8 @@ class Replay:
             teacher_mask=taught,
         )
 
-    def _read_ms(self, requests: Requests) -> Ints:
+    def read_ms(self, requests: Requests) -> Ints:
+        """[impressions] when each impression's request is read."""
         log = self.impressions
         if requests == "impression":
             return log.event_ms
@@ -259,9 +260,14 @@ class Replay:
         np.minimum.at(began, log.request, log.event_ms)
         return began[log.request]
 
+    def count(self, requests: Requests, progress: Progress) -> None:
+        """Replays the counters now, with progress, rather than at the first `examples`."""
+        self._progress = progress
+        self._counters(requests)
+
     def _counters(self, requests: Requests) -> Counted:
         if requests not in self._counted:
-            at_ms = self._read_ms(requests)
+            at_ms = self.read_ms(requests)
             ad_key = self.impressions.ad_key
             ad_ids = self.ads.gather_ids(self.ads.versions.at(ad_key, at_ms), ad_key)
             self._counted[requests] = count(

@@ -172,51 +172,55 @@ def free_base_port(span: int = 20) -> int:
     raise NotReady(f"no {span} free ports in a row on loopback; stop something that listens")
 
 
-def platform(home: Home, ports: Ports, models: Iterable[str], *, clock: str = "wall") -> Platform:
-    """The six services over a home's folder; `models` are artefact folders as name=path."""
+def platform(
+    home: Home, ports: Ports, models: Iterable[str], *, foundation: Path, clock: str = "wall", lifetime_factor: float = 1.0
+) -> Platform:
+    """The six services over a home's folder.
+
+    Args:
+        home: spec, tables, store and route table.
+        ports: where they listen.
+        models: vertical models as `name=folder of the artefact`.
+        foundation: folder of the foundation model's artefact.
+        clock: `request` lets the times of requests drive the workers, for a replay.
+        lifetime_factor: stretches how long pair embeddings live.
+    """
     shared = {
         "GEM_SPEC": str(home.spec_path),
         "GEM_STORE": home.store_url,
         "GEM_TABLES": str(home.tables_root),
-        "GEM_MODELS": str(home.models_root),
         "GEM_ROUTES": str(home.routes_path),
         "GEM_SEQUENCE": ports.sequence,
         "GEM_SOLARIS": ports.solaris,
         "GEM_VERTICALS": ports.vertical,
+        "GEM_FOUNDATION": str(foundation),
+        "GEM_MODELS": ",".join(models),
+        "GEM_CLOCK": clock,
+        "GEM_LIFETIME_FACTOR": str(lifetime_factor),
         "OMP_NUM_THREADS": "1",
     }
+    home.trace_path.mkdir(parents=True, exist_ok=True)
 
-    def process(
-        index: int, name: str, module: str, *arguments: str, listen: str | None = None, **extra: str
-    ) -> Process:
+    def process(name: str, *arguments: str, listen: str | None = None, **extra: str) -> Process:
         own = {
             "OTEL_SERVICE_NAME": name.partition("-")[0],
+            "HOSTNAME": f"{name}-{os.getpid()}",
             "GEM_TRACE_FILE": str(home.trace_path / f"{name}.jsonl"),
-            "GEM_METRICS_LISTEN": ports.metrics(index),
+            "GEM_METRICS_LISTEN": ports.metrics(len(made)),
             **({"GEM_LISTEN": listen} if listen else {}),
             **extra,
         }
-        return Process(name, module, arguments, {**shared, **own}, listen)
+        return Process(name, "services." + name.replace("-", "."), arguments, {**shared, **own}, listen)
 
-    home.trace_path.mkdir(parents=True, exist_ok=True)
-    return Platform(
-        home,
-        [
-            process(0, "sequence", "services.sequence", listen=ports.sequence),
-            process(1, "solaris", "services.solaris", listen=ports.solaris),
-            process(
-                2,
-                "vertical",
-                "services.vertical",
-                listen=ports.vertical,
-                GEM_MODELS=",".join(models),
-                GEM_HTTP_PORT=str(ports.vertical_http),
-            ),
-            process(3, "router", "services.router", listen=ports.router),
-            process(4, "solaris-worker", "services.solaris.worker", GEM_CLOCK=clock),
-            process(5, "router-sink", "services.router.sink"),
-        ],
-    )
+    made: list[Process] = []
+    made.append(process("sequence", listen=ports.sequence))
+    made.append(process("solaris", listen=ports.solaris))
+    made.append(process("vertical", listen=ports.vertical, GEM_HTTP_LISTEN=f"127.0.0.1:{ports.vertical_http}"))
+    made.append(process("router", listen=ports.router))
+    made.append(process("solaris-worker"))
+    made.append(process("router-sink"))
+    made.append(process("loopfm", "--follow"))
+    return Platform(home, made)
 
 
 def _is_free(port: int) -> bool:

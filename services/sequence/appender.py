@@ -254,13 +254,14 @@ class Appender:
 
 
 def _name(event: Event, key: int) -> bytes:
-    """16 bytes that name an event: an impression by its example id, any other as an import names it."""
-    if event.source == IMPRESSION:
+    """16 bytes that name an event: its id if that is 32 hex digits, else the example id of an impression, else made of the id."""
+    if len(event.event_id) == 32:
         try:
-            given = bytes.fromhex(event.event_id)
+            return bytes.fromhex(event.event_id)
         except ValueError:
-            given = b""
-        return given if len(given) == 16 else example_id(event.request_id, key, event.surface, event.event_ms)
+            pass
+    if event.source == IMPRESSION:
+        return example_id(event.request_id, key, event.surface, event.event_ms)
     if not event.event_id:
         raise InvalidInput(f"an event of source {event.source!r} has no event_id; every event but an impression needs one")
     return example_id(event.event_id, 0, event.source, 0)

@@ -1,0 +1,175 @@
+"""gemctl: one command for everything a platform team does with gem on one machine.
+
+Knows commands and their options. Does not know how anything is done: rooms and services do it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from feature_store.errors import GemError
+from services.cli import commands
+from services.cli.console import Console
+from services.cli.home import Home
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+HomeOption = Annotated[Path, typer.Option("--home", help="Folder of this platform: spec, tables, store, models, traces.")]
+_HOME = Path(".gem")
+
+app = typer.Typer(
+    name="gemctl",
+    help="One ads foundation model for all surfaces, and the platform that serves it.\n\n"
+    "Start with `gemctl demo`, or with `gemctl import` of own logs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+train_app = typer.Typer(help="Train the foundation model, or a surface's vertical model.", no_args_is_help=True)
+solaris_app = typer.Typer(help="Look at pair embeddings.", no_args_is_help=True)
+app.add_typer(train_app, name="train")
+app.add_typer(solaris_app, name="solaris")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a command; returns its exit status."""
+    try:
+        app(list(arguments), standalone_mode=False)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except GemError as error:
+        sys.stderr.write(f"gemctl: {error}\n")
+        return 1
+    return 0
+
+
+@app.command()
+def demo(
+    data: Annotated[Path | None, typer.Option(help="Folder of real logs: KuaiRand, or files with a spec.yaml.")] = None,
+    size: Annotated[str, typer.Option(help="small, default or large.")] = "default",
+    home: HomeOption = Path(".demo"),
+    as_json: Json = False,
+) -> None:
+    """Run the whole loop on this machine and write report.json and report.html."""
+    commands.demo(Console(as_json=as_json), Home(home), size=size, data=data)
+
+
+@app.command()
+def world(
+    users: Annotated[int, typer.Option(help="Users.")] = 1200,
+    ads: Annotated[int, typer.Option(help="Ads.")] = 500,
+    days: Annotated[int, typer.Option(help="Days.")] = 12,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal worlds.")] = 7,
+    home: HomeOption = _HOME,
+    as_json: Json = False,
+) -> None:
+    """Generate a world whose true probabilities are known."""
+    commands.world(Console(as_json=as_json), Home(home), users=users, ads=ads, days=days, seed=seed)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="Folder of the files to import.")],
+    spec: Annotated[Path | None, typer.Option(help="Dataset spec; KuaiRand's files have one built in.")] = None,
+    max_reject_share: Annotated[float, typer.Option(help="Refuse the import if more rows than this are bad.")] = 0.01,
+    home: HomeOption = _HOME,
+    as_json: Json = False,
+) -> None:
+    """Import logs; bad rows are counted and kept aside with their reason."""
+    commands.import_(Console(as_json=as_json), Home(home), source=source, spec=spec, max_reject_share=max_reject_share)
+
+
+@train_app.command("foundation")
+def train_foundation(
+    preset: Annotated[str, typer.Option(help="A function that returns a configuration.")] = "model.gem.presets:tiny",
+    until: Annotated[str | None, typer.Option(help="Train on earlier events only: a date, or milliseconds.")] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the log.")] = 1,
+    home: HomeOption = _HOME,
+    as_json: Json = False,
+) -> None:
+    """Train one foundation model on all surfaces and objectives, and publish it."""
+    commands.train_foundation(Console(as_json=as_json), Home(home), preset=preset, until=until, epochs=epochs)
+
+
+@train_app.command("vertical")
+def train_vertical(
+    surface: Annotated[str, typer.Option(help="Surface that it will serve.")],
+    arm: Annotated[str, typer.Option(help="A0 nothing, A1 soft labels, A2 and LoopFM, A3 and Solaris.")] = "A3",
+    until: Annotated[str | None, typer.Option(help="Train on earlier events only: a date, or milliseconds.")] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the log.")] = 2,
+    home: HomeOption = _HOME,
+    as_json: Json = False,
+) -> None:
+    """Train one surface's vertical model on annotated rows, and publish it."""
+    commands.train_vertical(Console(as_json=as_json), Home(home), surface=surface, arm_name=arm, until=until, epochs=epochs)
+
+
+@app.command()
+def annotate(
+    since: Annotated[str | None, typer.Option(help="First event: a date or milliseconds; else where training ended.")] = None,
+    until: Annotated[str | None, typer.Option(help="One past the last event: a date or milliseconds.")] = None,
+    home: HomeOption = _HOME,
+    as_json: Json = False,
+) -> None:
+    """Let the current foundation model annotate impressions: soft labels, memories, pair embeddings."""
+    commands.annotate(Console(as_json=as_json), Home(home), since=since, until=until)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Option(help="Name of a published model.")] = "foundation",
+    since: Annotated[str | None, typer.Option(help="First event: a date or milliseconds; else where training ended.")] = None,
+    until: Annotated[str | None, typer.Option(help="One past the last event.")] = None,
+    home: HomeOption = _HOME,
+    as_json: Json = False,
+) -> None:
+    """Measure a model per surface and objective: NE, AUC, GAUC, calibration."""
+    commands.evaluate_model(Console(as_json=as_json), Home(home), model=model, since=since, until=until)
+
+
+@app.command()
+def up(
+    base_port: Annotated[int, typer.Option(help="First of 20 ports on loopback.")] = 7100,
+    home: HomeOption = _HOME,
+) -> None:
+    """Start the six services over what was trained, until interrupted."""
+    commands.up(Console(), Home(home), base_port=base_port)
+
+
+@app.command()
+def rank(
+    surface: Annotated[str, typer.Option(help="Surface of the request.")],
+    user: Annotated[str, typer.Option(help="User id.")],
+    ads: Annotated[str, typer.Option(help="Ad ids, separated by commas.")],
+    at: Annotated[str | None, typer.Option(help="Time of the request: a date or milliseconds; else now.")] = None,
+    router: Annotated[str, typer.Option(help="Address of the router.")] = "127.0.0.1:7100",
+    as_json: Json = False,
+) -> None:
+    """Rank ads for a user as a client would."""
+    commands.rank(Console(as_json=as_json), surface=surface, user=user, ads=ads, at=at, router=router)
+
+
+@app.command()
+def trace(
+    trace_id: Annotated[str, typer.Argument(help="Trace id, or the beginning of one.")],
+    home: HomeOption = _HOME,
+    as_json: Json = False,
+) -> None:
+    """Draw where a request spent its time."""
+    commands.trace(Console(as_json=as_json), Home(home), trace_id)
+
+
+@solaris_app.command("status")
+def solaris_status(home: HomeOption = _HOME, as_json: Json = False) -> None:
+    """Say how far pair embeddings reach: backlog, coverage by level, precision."""
+    commands.solaris_status(Console(as_json=as_json), Home(home))

@@ -1,0 +1,236 @@
+"""The learning loop of a demo: a foundation model that annotates days it has not seen, and four arms a surface.
+
+Knows the order of training stages. Does not know processes or reports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from feature_store.layout import column_index
+from feature_store.online import OnlineStore
+from feature_store.replay import Replay
+from feature_store.transfer import Annotations, Pairs
+from model.gem.flops import forward_flops
+from model.solaris.pair import pair_space_id
+from model.training.evaluate import Evaluation, Predictions, evaluate, predict
+from model.training.fitting import FitConfig, Progress
+from model.training.published import Version, publish_foundation, publish_vertical
+from model.training.rows import ReplayRows
+from model.training.teacher import Teacher
+from model.training.throughput import measure_ceiling
+from model.training.trainer import RunConfig, Snapshot, walk_forward
+from model.training.vertical import TrainedVertical, VerticalRun, train_vertical
+from model.vertical.presets import ARMS, arm
+from services.cli.console import Advance, Console
+from services.demo.config import Days, DemoConfig
+from services.loopfm.memory import MemoryWriter
+from services.loopfm.metrics import LoopFmMetrics
+from services.loopfm.writer import Annotator, Pinned
+from services.solaris.lifetimes import Lifetimes
+from services.solaris.replay import PairReplay
+
+FAMILY = "foundation"
+
+
+@dataclass(slots=True)
+class Learned:
+    """What the learning loop leaves."""
+
+    space_id: bytes
+    foundation: Path
+    """Folder of the published version."""
+    predictions: dict[str, Predictions]
+    """Arm (or FM) → what it says of the last day, every surface."""
+    evaluations: dict[str, Evaluation]
+    verticals: dict[str, Path] = field(default_factory=dict)
+    """Name on the protocol → folder of the version."""
+    flops_per_example: float = 0.0
+    mfu: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    drift: list[float] = field(default_factory=list)
+    annotated: dict[str, int] = field(default_factory=dict)
+
+
+def learn_foundation(
+    config: DemoConfig, replay: Replay, days: Days, models: Path, store: OnlineStore, console: Console
+) -> Learned:
+    """Trains, annotates the next day, trains on it, and so on; scores and publishes the last snapshot."""
+    run = RunConfig(
+        preset=config.preset,
+        train_from_ms=days.first_ms,
+        train_to_ms=days.annotate_ms,
+        fit=FitConfig(batch_requests=config.batch_requests),
+    )
+    metrics, ceiling = LoopFmMetrics(CollectorRegistry()), measure_ceiling()
+    learned: Learned | None = None
+    flops = seconds = rows = 0.0
+    for snapshot in _snapshots(run, replay, days, console):
+        pinned = _pinned(snapshot)
+        learned = learned or Learned(pinned.space_id, Path(), {}, {})
+        flops, seconds, rows = (
+            flops + snapshot.log.flops, seconds + snapshot.log.seconds, rows + snapshot.log.rows,
+        )  # fmt: skip
+        learned.losses.extend(snapshot.log.losses)
+        learned.drift.append(snapshot.drift)
+        last = snapshot.annotate_to_ms >= days.end_ms
+        _annotate(replay, pinned, metrics, snapshot, None if last else store, learned, console)
+        if last:
+            _score_and_publish(snapshot, replay, days, models, learned)
+    assert learned is not None
+    learned.flops_per_example = flops / 3.0 / max(1.0, rows)
+    learned.mfu = flops / max(seconds, 1e-9) / ceiling.measured
+    return learned
+
+
+def learn_verticals(config: DemoConfig, replay: Replay, days: Days, models: Path, learned: Learned, console: Console) -> None:
+    """Four arms a surface, on annotations and on pair embeddings as they stood; scored on the last day."""
+    with console.progress("pair embeddings as of each request") as advance:
+        replay.with_annotations(Annotations(replay.tables, replay.impressions, space_id=learned.space_id))
+        replay.with_pairs(pairs_as_of(config, replay, days, learned.space_id))
+        advance(1, 1)
+    jobs = [(surface, name) for surface in replay.spec.surfaces for name in ARMS]
+    parts: dict[str, list[Predictions]] = {name: [] for name in ARMS}
+    with console.progress("vertical models") as advance:
+        for done, (surface, name) in enumerate(jobs):
+            trained = _vertical(config, replay, days, surface, name)
+            if trained is not None:
+                learned.verticals[f"{surface}-{name.lower()}"] = _publish(trained, replay, models, surface, name, learned)
+                if trained.predictions is not None:
+                    parts[name].append(trained.predictions)
+            advance(done + 1, len(jobs))
+    for name, own in parts.items():
+        if own:
+            learned.predictions[name] = _joined(own)
+            learned.evaluations[name] = evaluate(learned.predictions[name], replay.spec.surfaces, replay.spec.objectives)
+
+
+def pairs_as_of(config: DemoConfig, replay: Replay, days: Days, space_id: bytes) -> Pairs:
+    """Pair embeddings of every impression since the first annotated day, as they stood when its request was read."""
+    log = replay.impressions
+    pair_space = pair_space_id(space_id)
+    dim = 64
+    reader = PairReplay(
+        replay.tables.read("pairs"), space_id=pair_space, dim=dim,
+        lifetimes=Lifetimes().stretched(config.lifetime_factor),
+    )  # fmt: skip
+    rows = np.flatnonzero(log.event_ms >= days.annotate_ms)
+    group = column_index(replay.layout.ad_ids, "ad_group")
+    groups = log.ad_ids[rows, group] if group is not None else np.full(len(rows), -(2**63))
+    read = reader.read(log.user_key[rows], log.ad_key[rows], groups, replay.read_ms("request")[rows])
+    out = Pairs(
+        q=np.zeros((len(log), dim), dtype=np.int8),
+        scale=np.zeros(len(log), dtype=np.float32),
+        level=np.full(len(log), 4, dtype=np.int32),
+        meta=np.zeros((len(log), 3), dtype=np.float32),
+    )
+    for mine, theirs in zip(out, read, strict=True):
+        mine[rows] = theirs
+    return out
+
+
+def _snapshots(run: RunConfig, replay: Replay, days: Days, console: Console) -> Iterator[Snapshot]:
+    with console.progress("foundation model, day by day") as advance:
+        steps = _Steps(advance)
+        yield from walk_forward(run, replay, until_ms=days.end_ms, on_progress=steps)
+
+
+class _Steps:
+    """Progress over several stretches: a bar that restarts with each."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+
+    def __call__(self, progress: Progress) -> None:
+        self._advance(progress.step, progress.num_steps)
+
+
+def _pinned(snapshot: Snapshot) -> Pinned:
+    return Pinned(
+        teacher=snapshot.teacher,
+        family=FAMILY,
+        model_version=f"{FAMILY}/until-{snapshot.annotate_from_ms}",
+        watermark_ms=snapshot.watermark_ms,
+        seen=snapshot.seen,
+    )
+
+
+def _annotate(
+    replay: Replay,
+    pinned: Pinned,
+    metrics: LoopFmMetrics,
+    snapshot: Snapshot,
+    store: OnlineStore | None,
+    learned: Learned,
+    console: Console,
+) -> None:
+    memory = None
+    if store is not None:
+        memory = MemoryWriter(
+            store, space_id=pinned.space_id, num_objectives=len(replay.spec.objectives),
+            num_bytes=snapshot.teacher.config.compressor.dim // 2,
+        )  # fmt: skip
+    annotator = Annotator(replay, pinned, metrics, memory=memory)
+    done = annotator.annotate(snapshot.annotate_from_ms, snapshot.annotate_to_ms)
+    for name in ("rows", "forwards", "memories", "self_label_seen"):
+        learned.annotated[name] = learned.annotated.get(name, 0) + getattr(done, name)
+
+
+def _score_and_publish(snapshot: Snapshot, replay: Replay, days: Days, models: Path, learned: Learned) -> None:
+    rows = ReplayRows(replay, days.test_ms, days.end_ms)
+    teacher: Teacher = snapshot.teacher
+    learned.predictions["FM"] = predict(teacher.score, rows)
+    learned.evaluations["FM"] = evaluate(learned.predictions["FM"], replay.spec.surfaces, replay.spec.objectives)
+    golden, _ = rows.batch(np.arange(min(8, len(rows))))
+    learned.foundation = publish_foundation(
+        models, Version(FAMILY, _stamp(), _now_ms()), teacher, replay.spec, golden,
+        watermark_ms=snapshot.watermark_ms, metrics={"flops": forward_flops(teacher.foundation, golden)},
+    )  # fmt: skip
+
+
+def _vertical(config: DemoConfig, replay: Replay, days: Days, surface: str, name: str) -> TrainedVertical | None:
+    rows = ReplayRows(replay, days.annotate_ms, days.test_ms, surface=surface)
+    if not len(rows):
+        return None
+    epochs = 2
+    run = VerticalRun(
+        model=arm(name, surface),
+        train_from_ms=days.annotate_ms,
+        train_to_ms=days.test_ms,
+        test_to_ms=days.end_ms,
+        fit=FitConfig(batch_requests=config.batch_requests, epochs=epochs),
+    )
+    return train_vertical(run, replay)
+
+
+def _publish(trained: TrainedVertical, replay: Replay, models: Path, surface: str, name: str, learned: Learned) -> Path:
+    config = trained.tower.config
+    days = trained.watermark_ms
+    rows = ReplayRows(replay, days - 86_400_000, days, surface=surface)
+    golden, _ = rows.batch(np.arange(min(8, len(rows))))
+    return publish_vertical(
+        models, Version(f"{surface}-{name.lower()}", _stamp(), _now_ms()), trained.tower, replay.spec, golden,
+        watermark_ms=trained.watermark_ms, metrics={},
+        loopfm_space_id=learned.space_id if config.loopfm else b"",
+        solaris_space_id=pair_space_id(learned.space_id) if config.solaris else b"",
+    )  # fmt: skip
+
+
+def _joined(parts: list[Predictions]) -> Predictions:
+    return Predictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _stamp() -> str:
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+
+

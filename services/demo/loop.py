@@ -1,0 +1,178 @@
+"""The whole loop on one machine: data, foundation model, annotation, vertical models, services, traffic, report.
+
+Knows the order of stages and what each leaves in the home folder. Does not know how any of them works.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from feature_store.importing.kuairand import import_kuairand, is_kuairand
+from feature_store.importing.mapped import import_mapped
+from feature_store.online import open_store
+from feature_store.replay import Replay
+from feature_store.world import generate
+from model.solaris.pair import pair_space_id
+from services.cli.console import Console
+from services.cli.home import DATASETS, Home
+from services.cli.processes import Ports, free_base_port, platform
+from services.cli.traces import read_spans
+from services.demo import summary
+from services.demo.config import Days, DemoConfig, days_of
+from services.demo.learning import Learned, learn_foundation, learn_verticals
+from services.demo.page import render
+from services.demo.serving import Served, replay_day
+from services.sequence.materialize import materialize
+
+_STORE_SECONDS = 30.0
+
+
+def run_demo(config: DemoConfig, home: Home, console: Console, *, data: Path | None = None) -> dict[str, Any]:
+    """Runs every stage and writes report.json and report.html; returns the report."""
+    stages: dict[str, float] = {}
+    with _stage("data", stages):
+        replay, rejects = _load(config, home, console, data)
+        days = _days(config, replay)
+    with open_store(home.store_url, timeout_seconds=_STORE_SECONDS) as store:
+        with _stage("counters", stages), console.progress("counters of every request") as advance:
+            replay.count("request", advance)
+        with _stage("foundation", stages):
+            learned = learn_foundation(config, replay, days, home.models_root, store, console)
+        with _stage("verticals", stages):
+            learn_verticals(config, replay, days, home.models_root, learned, console)
+        with _stage("materialize", stages), console.progress("online rows") as advance:
+            materialize(replay, store, until_ms=days.test_ms, progress=advance)
+    write_routes(home, replay.spec.surfaces, replay.spec.objectives, learned)
+    with _stage("serve", stages):
+        served = _serve(config, home, replay, days, learned, console)
+    report = _report(replay, days, learned, served, home, stages, rejects)
+    (home.root / "report.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    (home.root / "report.html").write_text(render(report))
+    return report
+
+
+def _load(config: DemoConfig, home: Home, console: Console, data: Path | None) -> tuple[Replay, Mapping[str, int]]:
+    kuairand = data is not None and is_kuairand(data)
+    own = data / "spec.yaml" if data is not None and not kuairand else None
+    home.adopt(own or DATASETS / ("kuairand.yaml" if kuairand else "world.yaml"))
+    spec, tables = home.spec(), home.tables()
+    rejects: Mapping[str, int] = {}
+    if not tables.exists("impressions"):
+        with console.progress("import" if data else "world") as advance:
+            if data is None:
+                generate(config.world, tables, advance)
+            elif kuairand:
+                rejects = import_kuairand(data, tables, spec, progress=advance).rejects
+            else:
+                rejects = import_mapped(data, tables, spec, progress=advance).rejects
+    return Replay(spec, tables), dict(rejects)
+
+
+def _days(config: DemoConfig, replay: Replay) -> Days:
+    at = replay.impressions.event_ms
+    return days_of(config, int(at.min()), int(at.max()) + 1)
+
+
+def write_routes(home: Home, surfaces: tuple[str, ...], objectives: tuple[str, ...], learned: Learned) -> None:
+    """A route table with the standard arms: most users get everything, a tenth each less of it."""
+    import yaml
+
+    shares = {"A0": 1000, "A1": 1000, "A2": 1000, "A3": 7000}
+    weights = {name: summary.WORTH.get(name, 0.0) for name in objectives if name in summary.WORTH} or {objectives[0]: 1.0}
+    table = {
+        "version": 1,
+        "surfaces": {
+            surface: {
+                "salt": f"{surface}-ranking",
+                "value_weights": weights,
+                "arms": [_arm(surface, name, share, learned) for name, share in shares.items()],
+            }
+            for surface in surfaces
+            if f"{surface}-a0" in learned.verticals
+        },
+    }
+    home.routes_path.write_text(yaml.safe_dump(table, sort_keys=False))
+
+
+def _arm(surface: str, name: str, share: int, learned: Learned) -> dict[str, Any]:
+    arm: dict[str, Any] = {"name": name, "model": f"{surface}-{name.lower()}", "weight": share}
+    if name in ("A2", "A3"):
+        arm |= {"loopfm": True, "loopfm_space_id": learned.space_id.hex(), "loopfm_dim": 64}
+    if name == "A3":
+        arm |= {"solaris": True, "solaris_space_id": pair_space_id(learned.space_id).hex(), "solaris_dim": 64}
+    return arm
+
+
+def _serve(
+    config: DemoConfig, home: Home, replay: Replay, days: Days, learned: Learned, console: Console
+) -> Served:
+    ports = Ports(base=free_base_port())
+    models = [f"{name}={folder}" for name, folder in learned.verticals.items()]
+    running = platform(
+        home, ports, models, foundation=learned.foundation, clock="request", lifetime_factor=config.lifetime_factor
+    )
+    console.say("starting six services …")
+    with running:
+        return replay_day(replay, days, ports, home.store_url, requests=config.requests, console=console)
+
+
+def _report(
+    replay: Replay,
+    days: Days,
+    learned: Learned,
+    served: Served,
+    home: Home,
+    stages: Mapping[str, float],
+    rejects: Mapping[str, int],
+) -> dict[str, Any]:
+    evaluation = summary.quality(learned)
+    floor = summary.bayes(replay, days, learned.evaluations["FM"])
+    spans = list(read_spans(home.trace_path))
+    wanted = served.trace_ids[-1] if served.trace_ids else ""
+    return {
+        "dataset": replay.spec.message.name,
+        "note": _note(replay, floor),
+        "evaluation": evaluation,
+        "bayes": floor,
+        "headroom": summary.headroom(evaluation, floor),
+        "top_slot_value": summary.top_slot(replay, days, learned),
+        "coverage": served.coverage(),
+        "coverage_over_time": served.coverage_over_time(),
+        "latency_ms": summary.latency(spans, served),
+        "served": {
+            "requests": served.requests,
+            "candidates": served.candidates,
+            "degraded": dict(served.degraded),
+            "errors": dict(served.errors),
+            "arms": dict(served.arms),
+        },
+        "annotated": learned.annotated,
+        "drift": learned.drift,
+        "flops_per_example": learned.flops_per_example,
+        "mfu": learned.mfu,
+        "losses": learned.losses[:: max(1, len(learned.losses) // 200)],
+        "rejects": dict(rejects),
+        "stage_seconds": dict(stages),
+        "trace": summary.one_trace([span for span in spans if span.trace_id == wanted]),
+    }
+
+
+def _note(replay: Replay, floor: Mapping[str, Any]) -> str:
+    rows = f"{len(replay.impressions):,} impressions"
+    if floor:
+        return f"A generated world of {rows}; its functional form is ours, so confirm what it shows on real logs."
+    return f"A real log of {rows}; requests are its sessions, candidates what was shown in them."
+
+
+@contextmanager
+def _stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[name] = round(time.monotonic() - start, 2)
