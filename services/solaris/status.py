@@ -5,6 +5,7 @@ Knows totals in the store and the stream's lag. Does not know processes: one tha
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def read_status(
     stream: Lagging,
     *,
     space_id: bytes,
-    now_ms: int,
+    now_ms: int | None = None,
     lifetimes: Lifetimes | None = None,
 ) -> SolarisStatus:
     """The figures of one coordinate system.
@@ -95,7 +96,7 @@ def read_status(
         store: the online store.
         stream: the `speculation` stream.
         space_id: 8 bytes.
-        now_ms: instant by which a pair counts as settled; in a replay, the replay's.
+        now_ms: instant by which a pair counts as settled, None for this one; in a replay, the replay's.
         lifetimes: those of the servers.
     """
     totals: Totals = Counter()
@@ -104,6 +105,7 @@ def read_status(
     candidates = {level.name.lower(): totals[CANDIDATES, level.name.lower()] for level in Level}
     asked = sum(candidates.values())
     hard_ms = (lifetimes or Lifetimes()).pair.hard_ms
+    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
     return SolarisStatus(
         backlog_tasks=stream.lag(GROUP),
         reads=_kinds(totals, READS),
