@@ -65,21 +65,12 @@ class SolarisStatus:
     """Pairs computed in hours so long ago that none of them can be read any more."""
     used_pairs: int
     """Those of them that were read at least once."""
-
-    @property
-    def usable_coverage(self) -> float | None:
-        """Share of candidates that had any embedding; None before the first read."""
-        return 1.0 - self.coverage.get("default", 0.0) if self.coverage else None
-
-    @property
-    def precision(self) -> float | None:
-        """Share of settled pairs that were read before they expired; None while none has settled."""
-        return self.used_pairs / self.settled_pairs if self.settled_pairs else None
-
-    @property
-    def waste(self) -> float | None:
-        """1 - precision."""
-        return None if self.precision is None else 1.0 - self.precision
+    usable_coverage: float | None
+    """Share of candidates that had any embedding; None before the first read."""
+    precision: float | None
+    """Share of settled pairs that were read before they expired; None while none has settled."""
+    waste: float | None
+    """1 - precision."""
 
 
 def read_status(
@@ -106,6 +97,9 @@ def read_status(
     asked = sum(candidates.values())
     hard_ms = (lifetimes or Lifetimes()).pair.hard_ms
     now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    settled = _settled(totals, WRITTEN_IN, now_ms, hard_ms)
+    used = _settled(totals, USED_OF, now_ms, hard_ms)
+    precision = used / settled if settled else None
     return SolarisStatus(
         backlog_tasks=stream.lag(GROUP),
         reads=_kinds(totals, READS),
@@ -115,8 +109,11 @@ def read_status(
         worked=_kinds(totals, WORKED),
         dropped=_kinds(totals, DROPPED),
         aftermath=_kinds(totals, AFTERMATH),
-        settled_pairs=_settled(totals, WRITTEN_IN, now_ms, hard_ms),
-        used_pairs=_settled(totals, USED_OF, now_ms, hard_ms),
+        settled_pairs=settled,
+        used_pairs=used,
+        usable_coverage=1.0 - candidates["default"] / asked if asked else None,
+        precision=precision,
+        waste=None if precision is None else 1.0 - precision,
     )
 
 
