@@ -1,15 +1,14 @@
-"""Does what an answered request leaves to do: log what was served, score shadow arms, offer pairs for speculation.
+"""Does what an answered request leaves to do: log what was served, offer pairs for speculation, score shadow arms.
 
-Knows two streams, a bounded queue and one thread. Does not know how a request was answered. Nothing here is on the path
-of a request: what does not fit the queue is dropped and counted, and an answer never waits.
+Knows two streams and two background threads. Does not know how a request was answered. Nothing here is on the path of a
+request: an answer never waits for it, and what does not fit a queue is lost and counted. Shadow arms have a queue of their
+own, because a slow one must not keep what was served from being logged.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -19,13 +18,16 @@ from gem.solaris.v1.task_pb2 import SpeculationTask
 
 from feature_store.errors import GemError
 from services.router.asked import Asked
+from services.router.background import Background
 from services.router.metrics import RouterMetrics
 from services.runtime import telemetry
 
 log = logging.getLogger(__name__)
 
 SERVED, SPECULATION = "served", "speculation"
-MAX_BATCH = 64
+RETRY_SECONDS = (0.05, 0.5)
+"""Pauses before a failed append is tried again."""
+SHADOW_CLOSE_SECONDS, LOG_CLOSE_SECONDS = 2.0, 10.0
 
 
 class Appendable(Protocol):
@@ -48,8 +50,16 @@ class Aftermath(NamedTuple):
     traceparent: str
 
 
+class Entry(NamedTuple):
+    """What is to be written for one scored request."""
+
+    served: ServedRequest
+    task: SpeculationTask | None
+    traceparent: str
+
+
 class Afterwards:
-    """One thread that works through aftermaths in batches."""
+    """Two background threads: one writes, one scores shadow arms."""
 
     def __init__(
         self,
@@ -63,83 +73,63 @@ class Afterwards:
         self._streams = {SERVED: served, SPECULATION: speculation}
         self._score_shadow = score_shadow
         self._metrics = metrics
-        self._queue: queue.Queue[Aftermath] = queue.Queue(max_waiting)
-        self._closing = threading.Event()
-        metrics.waiting.set_function(self._queue.qsize)
-        self._worker = threading.Thread(target=self._work, name="afterwards", daemon=True)
-        self._worker.start()
+        self._stopping = threading.Event()
+        self._log = Background(
+            "log",
+            self._write,
+            max_waiting=max_waiting,
+            max_batch=64,
+            on_lost=lambda why, count: metrics.unlogged.labels(f"log_{why}").inc(count),
+        )
+        self._shadows = Background(
+            "shadow",
+            self._shadow,
+            max_waiting=max(1, max_waiting // 16),
+            max_batch=1,
+            on_lost=lambda why, count: metrics.unlogged.labels(f"shadow_{why}").inc(count),
+        )
+        metrics.waiting.set_function(lambda: self._log.waiting)
 
-    def offer(self, aftermath: Aftermath) -> bool:
-        """Queue it, or drop and count it; never waits."""
-        try:
-            self._queue.put_nowait(aftermath)
-        except queue.Full:
-            self._metrics.unlogged.labels("queue_full").inc()
-            return False
-        return True
+    def offer(self, aftermath: Aftermath) -> None:
+        """Leave it to the threads; never waits."""
+        self._log.offer(Entry(aftermath.served, aftermath.task, aftermath.traceparent))
+        for arm in aftermath.shadows:
+            self._shadows.offer((aftermath, arm))
 
-    def close(self, *, timeout: float = 10.0) -> None:
-        """Work through what waits; what is left after `timeout` seconds is dropped and counted."""
-        self._closing.set()
-        self._worker.join(timeout)
-        self._metrics.unlogged.labels("stopped").inc(self._queue.qsize())
+    def close(self) -> None:
+        """Score what shadows can in 2 s, then write all that waits; what is left after 10 s is lost and counted."""
+        self._shadows.close(timeout=SHADOW_CLOSE_SECONDS)
+        self._log.close(timeout=LOG_CLOSE_SECONDS)
+        self._stopping.set()
 
-    def _work(self) -> None:
-        while batch := self._next():
-            try:
-                self._log(batch)
-                self._run_shadows(batch)
-            except Exception:  # a bug costs its batch, not the thread
-                log.exception("a batch of %d answers was not worked through", len(batch))
-                self._metrics.unlogged.labels("bug").inc(len(batch))
-
-    def _next(self) -> list[Aftermath]:
-        """Up to a batch of what waits; empty only when closing and nothing is left."""
-        while True:
-            try:
-                batch = [self._queue.get(timeout=0.05)]
-            except queue.Empty:
-                if self._closing.is_set():
-                    return []
-                continue
-            while len(batch) < MAX_BATCH and not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-            return batch
-
-    def _log(self, batch: Sequence[Aftermath]) -> None:
-        tasks = [each.task.SerializeToString() for each in batch if each.task is not None]
+    def _write(self, batch: Sequence[Entry]) -> None:
         links = [link for each in batch for link in telemetry.link_to(each.traceparent)]
         with telemetry.span("router.log", root=True, links=links, answers=len(batch)):
+            tasks = [each.task.SerializeToString() for each in batch if each.task is not None]
             self._append(SERVED, [each.served.SerializeToString() for each in batch])
             self._append(SPECULATION, tasks)
 
     def _append(self, stream: str, items: Sequence[bytes]) -> None:
-        if not items:
-            return
-        for pause in (0.05, 0.5, None):
+        for pause in (*RETRY_SECONDS, None) if items else ():
             try:
                 self._streams[stream].append(items)
                 self._metrics.logged.labels(stream).inc(len(items))
                 return
             except Exception:  # whatever the store raises, the thread and the requests go on
                 log.exception("%d messages were not appended to %s", len(items), stream)
-                if pause is None:
-                    self._metrics.unlogged.labels(f"{stream}_failed").inc(len(items))
-                else:
-                    time.sleep(pause)
+            if pause is None:
+                self._metrics.unlogged.labels(f"{stream}_failed").inc(len(items))
+            else:
+                self._stopping.wait(pause)
 
-    def _run_shadows(self, batch: Sequence[Aftermath]) -> None:
-        for each in batch:
-            for arm in each.shadows:
-                links = telemetry.link_to(each.traceparent)
-                with telemetry.span("router.shadow", root=True, links=links, arm=arm.name):
-                    self._shadow(each, arm)
-
-    def _shadow(self, each: Aftermath, arm: Arm) -> None:
-        try:
-            served = self._score_shadow(each.asked, arm, each.table)
-        except GemError as error:
-            log.warning("shadow arm %s did not answer: %s", arm.name, error)
-            self._metrics.unlogged.labels("shadow_failed").inc()
-            return
-        self._append(SERVED, [served.SerializeToString()])
+    def _shadow(self, batch: Sequence[tuple[Aftermath, Arm]]) -> None:
+        for each, arm in batch:
+            links = telemetry.link_to(each.traceparent)
+            with telemetry.span("router.shadow", root=True, links=links, arm=arm.name):
+                try:
+                    served = self._score_shadow(each.asked, arm, each.table)
+                except GemError as error:
+                    log.warning("shadow arm %s did not answer: %s", arm.name, error)
+                    self._metrics.unlogged.labels("shadow_failed").inc()
+                    continue
+            self._log.offer(Entry(served, None, each.traceparent))

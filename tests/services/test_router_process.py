@@ -128,10 +128,12 @@ def test_what_is_done_afterwards_is_a_trace_of_its_own_linked_to_the_request(
         stub = router_service_pb2_grpc.RankingServiceStub(channel)
         ask(stub, "5", USER["A3"], [("traceparent", f"00-{trace}-{'cd' * 8}-01")])
     assert platform.router.terminate() == 0
-    (logged,) = [span for span in platform.spans() if span["name"] == "router.log"]
-    assert logged["traceId"] != trace
-    assert "parentSpanId" not in logged
-    assert [link["traceId"] for link in logged["links"]] == [trace]
+    afterwards = [s for s in platform.spans() if s["name"] in ("router.log", "router.shadow")]
+    assert {span["name"] for span in afterwards} == {"router.log", "router.shadow"}
+    for span in afterwards:
+        assert span["traceId"] != trace
+        assert "parentSpanId" not in span
+        assert {link["traceId"] for link in span["links"]} == {trace}
     with open_stream(platform.store, "speculation") as stream:
         (item,) = stream.claim("test", "reader", limit=10, block_ms=0)
     assert SpeculationTask.FromString(item.data).traceparent.split("-")[1] == trace
