@@ -84,7 +84,7 @@ class Optimizer:
         learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._dense = {name: p for name, p in learned.items() if name not in tables}
         self._tables = RowwiseAdagrad({name: p for name, p in tables.items() if name in learned})
-        self._adam = torch.optim.Adam(list(self._dense.values()), lr=config.dense_rate, betas=config.betas) if self._dense else None
+        self._adam = _adam(list(self._dense.values()), config) if self._dense else None
         self.parameters = list(learned.values())
         """In one order on every process."""
         self._clipped = _groups(learned, clip_apart)
@@ -140,6 +140,11 @@ class Optimizer:
 
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")
+
+
+def _adam(parameters: list[Parameter], config: OptimizerConfig) -> torch.optim.Adam:
+    """Fused: one pass over all weights, several times faster than one a weight on small models."""
+    return torch.optim.Adam(parameters, lr=config.dense_rate, betas=config.betas, fused=True)
 
 
 def _groups(learned: Mapping[str, Parameter], apart: Sequence[str]) -> list[list[Parameter]]:

@@ -73,7 +73,7 @@ class Processes:
         """Overwrites tensors by those of rank 0."""
         if self.world_size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor.detach(), src=0)
 
     def barrier(self) -> None:
         """Waits until every process is here."""

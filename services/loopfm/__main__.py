@@ -6,6 +6,7 @@ import argparse
 import os
 
 from services.loopfm.settings import LoopFmSettings
+from services.runtime.logs import log_to_stderr
 from services.runtime.settings import load
 
 
@@ -19,7 +20,8 @@ def main() -> None:
     if given.follow == (given.from_ms is not None and given.to_ms is not None):
         parser.error("give either --follow, or both --from and --to")
     settings = load(LoopFmSettings, os.environ)
-    from services.loopfm import process  # torch takes seconds: wrong settings are said first
+    log_to_stderr(settings.log_level)  # before torch is imported, which would take the root logger
+    from services.loopfm import process
 
     process.follow(settings) if given.follow else process.backfill(settings, given.from_ms, given.to_ms)
 

@@ -29,7 +29,6 @@ from services.loopfm.records import Delay, Pinned
 from services.loopfm.settings import WALL, LoopFmSettings
 from services.loopfm.writer import Annotated, Annotator, Sink
 from services.runtime import metrics, telemetry
-from services.runtime.logs import log_to_stderr
 
 log = logging.getLogger(__name__)
 SERVED = "served"
@@ -93,7 +92,6 @@ def follow(settings: LoopFmSettings) -> None:
 
 @contextmanager
 def _parts(settings: LoopFmSettings) -> Iterator[_Parts]:
-    log_to_stderr(settings.log_level)
     torch.set_num_threads(settings.torch_threads)
     spec = load_spec(settings.spec)
     pinned = Pinned.of(load_foundation(settings.foundation, spec))
