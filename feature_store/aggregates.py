@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -185,11 +186,11 @@ class AggregateSet:
     def snapshots(
         self,
         surface: int,
-        ad_ids: Sequence[Sequence[int]],
+        ad_ids: npt.NDArray[np.int64],
         user_rows: list[dict[int, Slots]] | None,
         shared: list[dict[int, Slots]],
     ) -> npt.NDArray[np.float64]:
-        """Slots [N, num_slots] of N candidates of one user: `snapshot` of each, a group at a time."""
+        """Slots [N, num_slots] of N candidates, with ids [N, A], of one user: `snapshot` of each, a group at a time."""
         out = np.zeros((len(ad_ids), self.num_slots))
         for index, group in enumerate(self.groups):
             rows = (user_rows[index] if user_rows else {}) if group.per_user else shared[index]
@@ -197,13 +198,11 @@ class AggregateSet:
                 continue
             asked = ad_ids if any(part >= 0 for part in group.parts) else ad_ids[:1]
             absent = _zeros(group.width)
-            found = [
-                absent if (key := self.key(group, surface, row)) is None else rows.get(key, absent)
-                for row in asked
-            ]
-            out[:, self.starts[index] : self.starts[index + 1]] = np.array(found).reshape(
-                -1, group.width
+            found = chain.from_iterable(
+                rows.get(key, absent) for key in _keys(group, surface, asked)
             )
+            slots = np.fromiter(found, dtype=np.float64, count=len(asked) * group.width)
+            out[:, self.starts[index] : self.starts[index + 1]] = slots.reshape(-1, group.width)
         return out
 
     def user_statistics(
@@ -326,6 +325,29 @@ _ZEROS: dict[int, Slots] = {}
 
 def _zeros(width: int) -> Slots:
     return _ZEROS.setdefault(width, [0.0] * width)
+
+
+def _keys(group: Group, surface: int, ad_ids: npt.NDArray[np.int64]) -> list[int]:
+    """Keys of N candidates, as `AggregateSet.key` makes them; ABSENT, which no row has, where a part has no value."""
+    keys = np.zeros(len(ad_ids), dtype=np.int64)
+    absent = np.zeros(len(ad_ids), dtype=bool)
+    for number, part in enumerate(group.parts):
+        if part >= 0:
+            values = ad_ids[:, part]
+        else:
+            values = np.full(len(ad_ids), surface if surface >= 0 else ABSENT)
+        absent |= values == ABSENT
+        keys = _mix_many(keys, values) if number else values
+    found: list[int] = np.where(absent, ABSENT, keys).tolist()
+    return found
+
+
+def _mix_many(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`_mix` of each pair: unsigned 64-bit arithmetic wraps as the mask does."""
+    z = a.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + b.astype(np.uint64)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))).astype(np.int64)
 
 
 def _mix(a: int, b: int) -> int:

@@ -119,6 +119,8 @@ class Shape:
         return rows
 
 
+_NAME = ["source", "high", "low"]
+"""Columns that name an entry."""
 _MADE = ("high", "low", "request", "label_ms")
 
 
@@ -162,11 +164,11 @@ class History:
 
     def append(self, entries: Entries) -> int:
         """Adds entries in any order; one whose (source, id) is there is ignored. Returns how many were new to the row."""
-        known = {_name(row) for row in self.rows}
+        known = set(self.rows[_NAME].tolist())
         fresh = []
-        for index, row in enumerate(entries):
-            if _name(row) not in known:
-                known.add(_name(row))
+        for index, name in enumerate(entries[_NAME].tolist()):
+            if name not in known:
+                known.add(name)
                 fresh.append(index)
         if fresh:
             self._keep(np.concatenate([self.rows, entries[fresh]]))
@@ -285,10 +287,6 @@ def words(ids: Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.
         raise ValueError(f"id {wrong!r} has {len(wrong)} bytes; event and example ids have 16")
     halves = np.frombuffer(b"".join(ids), dtype=">u8").reshape(-1, 2).astype(np.uint64)
     return halves[:, 0], halves[:, 1]
-
-
-def _name(row: np.void) -> tuple[int, int, int]:
-    return int(row["source"]), int(row["high"]), int(row["low"])
 
 
 def _newest(member: npt.NDArray[np.bool_], limit: int) -> npt.NDArray[np.bool_]:

@@ -181,6 +181,8 @@ def test_keys_of_several_parts_depend_on_their_order_and_fit_into_64_bits() -> N
     assert len(set(keys)) == len(pairs)
     assert all(key is not None and -(2**63) <= key < 2**63 for key in keys)
     assert keys[0] == counters.key(group, 1, (1, 2)) == aggregates._mix(1, 2)
+    assert aggregates._keys(group, 0, np.array(pairs)) == keys
+    assert aggregates._keys(group, 0, np.array([(1, ABSENT)])) == [ABSENT]
 
 
 def test_a_user_keeps_the_latest_keys_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +227,7 @@ class Bytes:
     def slots(self, user: int, surface: int, candidates: list[tuple[int, ...]]) -> np.ndarray:
         asked = [key for ad_ids in candidates for key in self.counters.shared_keys(surface, ad_ids)]
         rows, shared = self.fetch(user, asked)
-        return self.counters.snapshots(surface, candidates, rows, shared)
+        return self.counters.snapshots(surface, np.array(candidates), rows, shared)
 
 
 keys = st.sampled_from([1, 2, 3, ABSENT])
@@ -272,18 +274,18 @@ def test_arrival_order_changes_no_more_than_rounding(log: list[Fact], random) ->
         rows = Rows(len(counters.groups))
         for fact in order:
             counters.apply(fact, rows.of(fact.user_key), rows.shared)
-        slots = counters.snapshots(0, [(1, 2)], rows.users.get(1), rows.shared)
+        slots = counters.snapshots(0, np.array([(1, 2)]), rows.users.get(1), rows.shared)
         said_by.append(counters.ad_statistics(slots, np.array([9_500])))
     np.testing.assert_allclose(*said_by, rtol=1e-5)
 
 
 def test_no_candidates_and_a_new_user_are_fine() -> None:
     counters = AggregateSet(spec_of(ALL))
-    rows = Rows(len(counters.groups))
-    assert counters.snapshots(0, [], None, rows.shared).shape == (0, counters.num_slots)
+    rows, none = Rows(len(counters.groups)), np.zeros((0, 2), dtype=np.int64)
+    assert counters.snapshots(0, none, None, rows.shared).shape == (0, counters.num_slots)
     assert unpack_user(b"", counters.groups) == [{} for _ in counters.groups]
     counters.apply(shown(5), rows.of(7), rows.shared)
-    assert counters.snapshots(0, [], rows.users[7], rows.shared).shape == (0, counters.num_slots)
+    assert counters.snapshots(0, none, rows.users[7], rows.shared).shape == (0, counters.num_slots)
 
 
 def kuairand_facts(num_rows: int) -> Iterator[tuple[Fact, list[Fact]]]:
