@@ -6,18 +6,15 @@ Knows the protocol's messages and when a model is ready. Does not know sockets, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from kserve import InferOutput, InferRequest, InferResponse, Model
 from kserve.utils.numpy_codec import from_np_dtype
-from opentelemetry import propagate, trace
-from opentelemetry.context import attach, detach
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from feature_store.batch import Array, FeatureBatch
@@ -157,12 +154,18 @@ class Vertical(Model):  # type: ignore[misc]  # kserve is untyped
             raise NotFound(
                 f"model {self.name!r} has version {scorer.version!r}, not {payload.model_version!r}; leave it empty"
             )
-        with _server_span(self.name, scorer.version, headers or {}) as current:
-            scorer.contract.check_stamps(_stated(payload))
-            batch = scorer.contract.decode(payload.inputs)
-            current.set_attribute("gem.candidates", batch.num_candidates)
-            scores = await self._score(scorer, batch)
-            return _response(payload, self.name, scorer.version, scores)
+        scorer.contract.check_stamps(_stated(payload))
+        batch = scorer.contract.decode(payload.inputs)
+        # The span is the call's: gRPC's interceptor has opened it, or FastAPI.
+        trace.get_current_span().set_attributes(
+            {
+                "gem.model": self.name,
+                "gem.model_version": scorer.version,
+                "gem.candidates": batch.num_candidates,
+            }
+        )
+        scores = await self._score(scorer, batch)
+        return _response(payload, self.name, scorer.version, scores)
 
     async def _score(self, scorer: Scorer, batch: FeatureBatch) -> Scores:
         if self._in_flight >= self._workplace.max_in_flight:
@@ -184,24 +187,6 @@ class Vertical(Model):  # type: ignore[misc]  # kserve is untyped
         metrics.candidates.labels(self.name).inc(batch.num_candidates)
         metrics.fallbacks.labels(self.name).inc(int(scores.fallback_N.sum()))
         return scores
-
-
-@contextmanager
-def _server_span(model: str, version: str, headers: Mapping[str, str]) -> Iterator[Span]:
-    """The span of the call: gRPC's interceptor has opened it, over REST it is opened here from the headers."""
-    attributes = {"gem.model": model, "gem.model_version": version}
-    current = trace.get_current_span()
-    if current.get_span_context().is_valid:
-        current.set_attributes(attributes)
-        yield current
-        return
-    token = attach(propagate.extract(headers))
-    try:
-        with span("vertical.infer", kind=SpanKind.SERVER) as opened:
-            opened.set_attributes(attributes)
-            yield opened
-    finally:
-        detach(token)
 
 
 def _stated(request: InferRequest) -> dict[str, str]:

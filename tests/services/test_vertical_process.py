@@ -105,7 +105,12 @@ def test_a_score_is_part_of_the_callers_trace_and_a_stop_is_clean(running: Runni
             timeout=10,
             metadata=[("traceparent", f"00-{trace}-{parent}-01")],
         )
+    rest_trace = "ef" * 16
+    rest(running, requests(running.spec, [2]), {"traceparent": f"00-{rest_trace}-{parent}-01"})
     assert running.process.terminate() == 0
+    over_rest = {s["name"]: s for s in spans_of(running.traces) if s["traceId"] == rest_trace}
+    assert over_rest["POST /v2/models/{model_name}/infer"]["parentSpanId"] == parent
+    assert "vertical.score" in over_rest
     spans = {s["name"]: s for s in spans_of(running.traces) if s["traceId"] == trace}
     assert set(spans) == {"/inference.GRPCInferenceService/ModelInfer", "vertical.score"}
     server = spans["/inference.GRPCInferenceService/ModelInfer"]
@@ -114,6 +119,23 @@ def test_a_score_is_part_of_the_callers_trace_and_a_stop_is_clean(running: Runni
     named = {a["key"]: a["value"] for a in server["attributes"]}
     assert named["gem.model"] == {"stringValue": "feed-a3"}
     assert named["gem.candidates"] == {"intValue": "2"}
+
+
+def rest(running: Running, batch: FeatureBatch, headers: dict[str, str]) -> None:
+    inputs = [
+        {
+            "name": n,
+            "datatype": from_np_dtype(a.dtype),
+            "shape": a.shape,
+            "data": a.ravel().tolist(),
+        }
+        for n, a in to_tensors(batch).items()
+    ]
+    url = f"{running.http}/v2/models/feed-a3/infer"
+    data = json.dumps({"inputs": inputs}).encode()
+    sent = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(sent, timeout=10) as response:
+        assert json.load(response)["model_version"] == "1"
 
 
 def spans_of(path: Path) -> list[dict[str, Any]]:
