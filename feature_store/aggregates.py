@@ -140,6 +140,18 @@ class AggregateSet:
             if not group.per_user and (key := self.key(group, surface, ad_ids)) is not None
         ]
 
+    def shared_keys_of_all(
+        self, surface: int, ad_ids: npt.NDArray[np.int64]
+    ) -> list[tuple[int, int]]:
+        """Distinct `shared_keys` of N candidates [N, A]."""
+        return [
+            (index, key)
+            for index, group in enumerate(self.groups)
+            if not group.per_user
+            for key in dict.fromkeys(_keys(group, surface, ad_ids))
+            if key != ABSENT
+        ]
+
     def apply(
         self, fact: Fact, user_rows: list[dict[int, Slots]], shared: list[dict[int, Slots]]
     ) -> None:

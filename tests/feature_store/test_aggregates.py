@@ -225,7 +225,10 @@ class Bytes:
                 self.shared[index, key] = np.array(slots).tobytes()
 
     def slots(self, user: int, surface: int, candidates: list[tuple[int, ...]]) -> np.ndarray:
-        asked = [key for ad_ids in candidates for key in self.counters.shared_keys(surface, ad_ids)]
+        asked = self.counters.shared_keys_of_all(surface, np.array(candidates))
+        one_by_one = {key for ids in candidates for key in self.counters.shared_keys(surface, ids)}
+        assert set(asked) == one_by_one
+        assert len(asked) == len(one_by_one)
         rows, shared = self.fetch(user, asked)
         return self.counters.snapshots(surface, np.array(candidates), rows, shared)
 
