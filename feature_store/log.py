@@ -250,15 +250,16 @@ def _history(
         users=users,
         segments=Segments(start.astype(np.int64), stop, when[order], available[order], request[order]),
         surface=surface[order],
-        ids=_copied_ids(layout, ids[order], copied),
-        dense=_copied_dense(layout, dense, copied),
+        ids=copied_ids(layout, ids[order], copied),
+        dense=copied_dense(layout, dense, copied),
         impression=impression[order],
         names=names[order],
         place=place[order],
     )
 
 
-def _copied_ids(layout: Layout, ad_ids: Ints, copied: set[str]) -> Ints:
+def copied_ids(layout: Layout, ad_ids: Ints, copied: set[str]) -> Ints:
+    """[n, E] event id columns from ads' ids [n, A]: those that the source copies, the others absent."""
     names = [column.name for column in layout.ad_ids]
     out = np.full((len(ad_ids), len(layout.event_ids)), ABSENT, dtype=np.int64)
     for at, column in enumerate(layout.event_ids):
@@ -267,7 +268,8 @@ def _copied_ids(layout: Layout, ad_ids: Ints, copied: set[str]) -> Ints:
     return out
 
 
-def _copied_dense(layout: Layout, ad_dense: Floats, copied: set[str]) -> Floats:
+def copied_dense(layout: Layout, ad_dense: Floats, copied: set[str]) -> Floats:
+    """[n, ED] event dense columns from ads' dense values: those that the source copies, the others NaN."""
     out = np.full((len(ad_dense), total_width(layout.event_dense)), np.nan, dtype=np.float32)
     to = 0
     for column in layout.event_dense:

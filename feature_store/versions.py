@@ -34,6 +34,16 @@ class VersionIndex:
             start.astype(np.int64), stop, since[self.order], since[self.order], none
         )
 
+    @property
+    def spans(self) -> tuple[Ints, Ints]:
+        """[k] first place and end of each key's versions in `order`."""
+        return self._segments.start, self._segments.stop
+
+    @property
+    def since_ms(self) -> Ints:
+        """When each version of `order` comes into force; ascending within a key."""
+        return self._segments.event_ms
+
     def at(self, keys: Ints, at_ms: Ints) -> Ints:
         """[q] table row in force for each key at each instant; -1 where there is none."""
         segment = positions(self.keys, keys)

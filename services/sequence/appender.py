@@ -2,36 +2,45 @@
 
 Knows packed rows and counters. Does not know transports.
 
-A user's history and counters change in one compare-and-set, so an event that is sent twice counts once. Shared counters
-follow in a write each; a crash between the two loses at most one call's shared counts.
+All rows that one call touches change in one compare-and-set: a fact counts everywhere or nowhere, and once however often it
+is sent. Facts of a call are counted in the order (available_ms, event_ms, priority, id) in which replay counts them; calls
+count in the order they come, so a sender appends what has become available, not what will.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from gem.common.v1.event_pb2 import Event, Outcome
 
-from feature_store.aggregates import AggregateSet, Fact, Rows
-from feature_store.asof import NEVER, Caps
+from feature_store.aggregates import AggregateSet, Fact, Slots
+from feature_store.asof import Caps
 from feature_store.errors import InvalidInput
-from feature_store.history import History, event_shape, memory_shape
+from feature_store.history import Entries, History, event_shape, memory_shape
 from feature_store.ids import ABSENT, example_id, key_of
-from feature_store.layout import Layout, column_index
-from feature_store.online import OnlineStore, update
+from feature_store.layout import Layout
+from feature_store.log import copied_dense, copied_ids
+from feature_store.online import OnlineStore, update, update_many
 from feature_store.packing import (
     MEMORY_SPACES_KEY,
     ad_key,
     ad_shape,
     counter_key,
+    counters_digest,
+    ledger_key,
     memory_key,
     past_key,
 )
 from feature_store.spec import IMPRESSION, Spec
+from services.sequence.ledger import LATENESS_MS, Happening, Ledger
 from services.sequence.past import Past, decode, encode
+
+Read = Callable[[Iterable[str]], dict[str, bytes]]
 
 
 class Appended(NamedTuple):
@@ -40,11 +49,14 @@ class Appended(NamedTuple):
     events: int
     outcomes: int
     duplicates: int
+    unknown: int
+    """Outcomes without a recent impression, too late for their attribution window, or not positive: none was counted."""
 
 
-class _Known(NamedTuple):
-    """An event in keys, with its ad's features."""
+class _Event(NamedTuple):
+    """An event in keys, with its ad's features as they were."""
 
+    user_key: int
     source: int
     name: bytes
     request_id: str
@@ -52,7 +64,33 @@ class _Known(NamedTuple):
     event_ms: int
     available_ms: int
     ad_ids: list[int]
-    ad_dense: list[float]
+    copied_ids: list[int]
+    copied_dense: list[float]
+
+
+class _Outcome(NamedTuple):
+    """An outcome in keys."""
+
+    user_key: int
+    objective: int
+    name: bytes
+    occurred_ms: int
+    available_ms: int
+    positive: bool
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One try at a call: rows as they were read and are being changed, and what was found to be new."""
+
+    pasts: dict[int, Past]
+    ledgers: dict[int, Ledger]
+    facts: list[tuple[tuple[int, int, int, bytes], Fact]] = field(default_factory=list)
+    labels: dict[int, list[_Outcome]] = field(default_factory=lambda: defaultdict(list))
+    events: int = 0
+    outcomes: int = 0
+    duplicates: int = 0
+    unknown: int = 0
 
 
 class Appender:
@@ -60,220 +98,251 @@ class Appender:
 
     def __init__(self, store: OnlineStore, spec: Spec, *, caps: Caps | None = None) -> None:
         self._store, self._spec, self._layout = store, spec, Layout(spec)
-        self._aggregates, self._history, self._ads = AggregateSet(spec), event_shape(spec), ad_shape(self._layout)
-        self._caps = caps or Caps()
-        self._columns = [column.name for column in self._layout.ad_ids]
+        self._aggregates, self._history = AggregateSet(spec), event_shape(spec)
+        self._ads, self._caps = ad_shape(self._layout), caps or Caps()
+        self._digest = counters_digest(self._aggregates)
+        self._priorities = [source.priority for source in spec.message.event_sources]
+        self._windows_ms = [o.attribution_window_seconds * 1000 for o in spec.message.objectives]
+        self._horizon_ms = horizon_ms(spec)
+        self._impression = (
+            spec.event_sources.index(IMPRESSION) if IMPRESSION in spec.event_sources else -1
+        )
+        self._lock = threading.Lock()
 
     def append(self, events: Sequence[Event], outcomes: Sequence[Outcome]) -> Appended:
-        """Adds events, then outcomes, in the order (available_ms, event_ms, priority, id) that replay counts in.
+        """Adds events and outcomes.
 
         Raises:
             InvalidInput: an event or outcome is malformed; nothing was written.
+            Aborted: other processes kept changing the same rows; nothing was written.
             NotReady: the store does not answer.
         """
-        by_user: dict[int, list[_Known]] = defaultdict(list)
-        for user_key, known in self._known(events):
-            by_user[user_key].append(known)
-        came: dict[int, list[tuple[Outcome, int]]] = defaultdict(list)
-        for outcome in outcomes:
-            came[self._key("user", outcome.user_id)].append((outcome, self._objective(outcome)))
-        facts: list[Fact] = []
-        new_events = new_outcomes = 0
-        for user_key in sorted({*by_user, *came}):
-            added, labelled = self._write_user(user_key, by_user[user_key], came[user_key], facts)
-            new_events, new_outcomes = new_events + added, new_outcomes + labelled
-        self._write_shared(facts)
-        return Appended(new_events, new_outcomes, len(events) + len(outcomes) - new_events - new_outcomes)
+        news, came = self._events(events), [self._outcome(outcome) for outcome in outcomes]
+        users = sorted({*(each.user_key for each in news), *(each.user_key for each in came)})
+        attempt = _Attempt({}, {})
 
-    def _known(self, events: Sequence[Event]) -> Iterable[tuple[int, _Known]]:
+        def change(held: dict[str, bytes], read: Read) -> dict[str, bytes]:
+            nonlocal attempt
+            attempt = self._attempt(users, held)
+            self._add_events(attempt, news)
+            self._add_outcomes(attempt, came)
+            written = self._count(attempt, read)
+            self._label_memories(attempt.labels)
+            return written
+
+        if users:
+            # One at a time in this process: attempts that lose to each other would only be repeated.
+            with self._lock:
+                keys = [key(user) for user in users for key in (past_key, ledger_key)]
+                update_many(self._store, keys, change)
+        return Appended(attempt.events, attempt.outcomes, attempt.duplicates, attempt.unknown)
+
+    def _events(self, events: Sequence[Event]) -> list[_Event]:
+        for event in events:
+            self._check(event)
         keys = [self._key("ad", event.ad_id) if event.ad_id else ABSENT for event in events]
         rows = self._store.get_many([ad_key(key) for key in keys])
-        priorities = [source.priority for source in self._spec.message.event_sources]
-        made = [
-            (self._key("user", event.user_id), self._one(event, key, row))
-            for event, key, row in zip(events, keys, rows, strict=True)
-        ]
-        return sorted(made, key=lambda m: (m[1].available_ms, m[1].event_ms, priorities[m[1].source], m[1].name))
+        when = np.array([event.event_ms for event in events], dtype=np.int64)
+        ids, dense, _ = self._ads.decode(rows, np.array(keys, dtype=np.int64), when)
+        made = []
+        for at, event in enumerate(events):
+            source = self._spec.event_sources.index(event.source)
+            copied = set(self._spec.message.event_sources[source].features)
+            user_key = self._key("user", event.user_id)
+            made.append(
+                _Event(
+                    user_key=user_key,
+                    source=source,
+                    name=_name(event, user_key, keys[at]),
+                    request_id=event.request_id,
+                    surface=self._spec.surface_index(event.surface) if event.surface else -1,
+                    event_ms=event.event_ms,
+                    available_ms=event.available_ms or event.event_ms,
+                    ad_ids=ids[at].tolist(),
+                    copied_ids=copied_ids(self._layout, ids[at : at + 1], copied)[0].tolist(),
+                    copied_dense=copied_dense(self._layout, dense[at : at + 1], copied)[0].tolist(),
+                )
+            )
+        return made
 
-    def _one(self, event: Event, key: int, row: bytes | None) -> _Known:
+    def _check(self, event: Event) -> None:
         if event.source not in self._spec.event_sources:
-            raise InvalidInput(f"source {event.source!r} is not in the spec; use one of {list(self._spec.event_sources)}")
+            raise InvalidInput(
+                f"source {event.source!r} is not in the spec; use one of {list(self._spec.event_sources)}"
+            )
         if event.event_ms <= 0 or (event.available_ms and event.available_ms < event.event_ms):
             raise InvalidInput(
-                f"event {event.event_id!r} has event_ms {event.event_ms}, available_ms {event.available_ms}; both must be "
-                "positive and the second not smaller"
+                f"event {event.event_id!r} has event_ms {event.event_ms}, available_ms {event.available_ms}; "
+                "both must be positive and the second not smaller"
             )
-        surface = self._spec.surface_index(event.surface) if event.surface else -1
-        ids, dense, _ = self._ads.decode([row], np.array([key]), event.event_ms)
-        return _Known(
-            source=self._spec.event_sources.index(event.source),
-            name=_name(event, key),
-            request_id=event.request_id,
-            surface=surface,
-            event_ms=event.event_ms,
-            available_ms=event.available_ms or event.event_ms,
-            ad_ids=ids[0].tolist(),
-            ad_dense=dense[0].tolist(),
-        )
-
-    def _objective(self, outcome: Outcome) -> int:
-        if outcome.objective not in self._spec.objectives:
+        if event.source == IMPRESSION and not (event.ad_id and event.surface and event.request_id):
             raise InvalidInput(
-                f"objective {outcome.objective!r} is not in the spec; use one of {list(self._spec.objectives)}"
+                f"impression {event.event_id!r} needs an ad_id, a surface and a request_id; it has "
+                f"{event.ad_id!r}, {event.surface!r} and {event.request_id!r}"
+            )
+
+    def _outcome(self, outcome: Outcome) -> _Outcome:
+        objectives = self._spec.objectives
+        if outcome.objective not in objectives:
+            raise InvalidInput(
+                f"objective {outcome.objective!r} is not in the spec; use one of {list(objectives)}"
             )
         if len(outcome.example_id) != 16:
             raise InvalidInput(f"example_id has {len(outcome.example_id)} bytes; it must have 16")
-        return self._spec.objectives.index(outcome.objective)
+        if outcome.occurred_ms <= 0:
+            raise InvalidInput(f"occurred_ms is {outcome.occurred_ms}; give milliseconds since the epoch")
+        return _Outcome(
+            user_key=self._key("user", outcome.user_id),
+            objective=objectives.index(outcome.objective),
+            name=outcome.example_id,
+            occurred_ms=outcome.occurred_ms,
+            available_ms=outcome.available_ms or outcome.occurred_ms,
+            positive=outcome.value > 0,
+        )
 
-    def _write_user(
-        self, user_key: int, events: list[_Known], outcomes: list[tuple[Outcome, int]], facts: list[Fact]
-    ) -> tuple[int, int]:
-        added: list[Fact] = []
-        counts = (0, 0)
+    def _attempt(self, users: Sequence[int], held: Mapping[str, bytes]) -> _Attempt:
+        width, horizon = len(self._layout.ad_ids), self._horizon_ms
+        return _Attempt(
+            pasts={
+                user: decode(held[past_key(user)], self._history, self._aggregates, key=past_key(user))
+                for user in users
+            },
+            ledgers={
+                user: Ledger.from_bytes(held[key], width, horizon_ms=horizon, key=key)
+                for user, key in ((user, ledger_key(user)) for user in users)
+            },
+        )
 
-        def change(held: bytes) -> bytes:
-            nonlocal counts
-            added.clear()
-            past = decode(held, self._history, self._aggregates)
-            counts = (self._add_events(past, user_key, events, added), self._add_outcomes(past, user_key, outcomes, added))
-            return encode(past, self._aggregates)
-
-        update(self._store, past_key(user_key), change)
-        self._label_memories(user_key, outcomes)
-        facts.extend(added)
-        return counts
-
-    def _add_events(self, past: Past, user_key: int, events: list[_Known], added: list[Fact]) -> int:
-        new = 0
+    def _add_events(self, attempt: _Attempt, events: Sequence[_Event]) -> None:
+        new: dict[int, list[_Event]] = defaultdict(list)
         for event in events:
-            entry = self._history.entries(
-                [event.name],
-                requests=[event.request_id],
-                event_ms=event.event_ms,
-                available_ms=event.available_ms,
-                source=event.source,
-                surface=event.surface,
-                ids=self._copied_ids(event),
-                dense=self._copied_dense(event),
+            fact = Happening(event.event_ms, event.surface, event.ad_ids)
+            if attempt.ledgers[event.user_key].add(event.source, event.name, fact):
+                new[event.user_key].append(event)
+                rank = self._priorities[event.source]
+                order = (event.available_ms, event.event_ms, rank, event.name)
+                counted = Fact(event.source, -1, event.user_key, event.surface, event.ad_ids, event.event_ms)
+                attempt.facts.append((order, counted))
+            else:
+                attempt.duplicates += 1
+        for user, own in new.items():
+            attempt.pasts[user].history.append(self._entries(own))
+            attempt.events += len(own)
+
+    def _entries(self, events: Sequence[_Event]) -> Entries:
+        return self._history.entries(
+            [event.name for event in events],
+            requests=[event.request_id for event in events],
+            event_ms=[event.event_ms for event in events],
+            available_ms=[event.available_ms for event in events],
+            source=[event.source for event in events],
+            surface=[event.surface for event in events],
+            ids=np.array([event.copied_ids for event in events], dtype=np.int64),
+            dense=np.array([event.copied_dense for event in events], dtype=np.float32),
+        )
+
+    def _add_outcomes(self, attempt: _Attempt, outcomes: Sequence[_Outcome]) -> None:
+        for outcome in outcomes:
+            shown = attempt.ledgers[outcome.user_key].facts.get((self._impression, outcome.name))
+            window_ms = self._windows_ms[outcome.objective]
+            if shown is None or not outcome.positive or outcome.occurred_ms - shown.event_ms > window_ms:
+                attempt.unknown += 1
+            elif shown.labels >> outcome.objective & 1:
+                attempt.duplicates += 1
+            else:
+                shown.labels |= 1 << outcome.objective
+                attempt.outcomes += 1
+                self._add_outcome(attempt, outcome, shown)
+
+    def _add_outcome(self, attempt: _Attempt, outcome: _Outcome, shown: Happening) -> None:
+        attempt.pasts[outcome.user_key].history.label(
+            outcome.name,
+            source=self._impression,
+            objective=outcome.objective,
+            available_ms=outcome.available_ms,
+        )
+        attempt.labels[outcome.user_key].append(outcome)
+        rank = max(self._priorities) + 1 + outcome.objective
+        order = (outcome.available_ms, shown.event_ms, rank, outcome.name)
+        fact = Fact(-1, outcome.objective, outcome.user_key, shown.surface, shown.ad_ids, shown.event_ms)
+        attempt.facts.append((order, fact))
+
+    def _count(self, attempt: _Attempt, read: Read) -> dict[str, bytes]:
+        """Applies new facts in order; the rows to write."""
+        attempt.facts.sort(key=lambda each: each[0])
+        facts = [fact for _, fact in attempt.facts]
+        if not facts:
+            return {}
+        groups = self._aggregates.groups
+        touched = {
+            (index, key): counter_key(self._digest, groups[index], key)
+            for surface in {fact.surface for fact in facts}
+            for index, key in self._aggregates.shared_keys_of_all(
+                surface, np.array([fact.ad_ids for fact in facts if fact.surface == surface], dtype=np.int64)
             )
-            if not past.history.append(entry):
-                continue
-            new += 1
-            fact = Fact(event.source, -1, user_key, event.surface, event.ad_ids, event.event_ms)
-            self._count(past, fact, added)
-        return new
-
-    def _add_outcomes(
-        self, past: Past, user_key: int, outcomes: list[tuple[Outcome, int]], added: list[Fact]
-    ) -> int:
-        if IMPRESSION not in self._spec.event_sources:
-            return 0
-        new, source = 0, self._spec.event_sources.index(IMPRESSION)
-        for outcome, objective in sorted(outcomes, key=lambda o: (_available(o[0]), o[1])):
-            entry = _find(past.history, outcome.example_id, source)
-            if entry is None or entry["label_ms"][objective] != NEVER or outcome.value <= 0:
-                continue
-            window = self._spec.message.objectives[objective].attribution_window_seconds * 1000
-            if outcome.occurred_ms - int(entry["event_ms"]) > window:
-                continue
-            ids = self._ad_ids_of(entry)
-            event_ms, surface = int(entry["event_ms"]), int(entry["surface"])
-            past.history.label(
-                outcome.example_id, source=source, objective=objective, available_ms=_available(outcome)
-            )
-            new += 1
-            self._count(past, Fact(-1, objective, user_key, surface, ids, event_ms), added)
-        return new
-
-    def _count(self, past: Past, fact: Fact, added: list[Fact]) -> None:
-        """Per-user counters now, within the row; shared ones later."""
-        self._aggregates.apply(fact, past.counters, [{} for _ in self._aggregates.groups])
-        added.append(fact)
-
-    def _write_shared(self, facts: list[Fact]) -> None:
-        """Applies facts to shared counters: every row they touch is read, changed and written once."""
-        touched: dict[str, tuple[int, int, list[Fact]]] = {}
+            if groups[index].width
+        }
+        held = read(touched.values())
+        shared: list[dict[int, Slots]] = [{} for _ in groups]
+        for (index, key), name in touched.items():
+            if held[name]:
+                shared[index][key] = np.frombuffer(held[name], dtype=np.float64).tolist()
         for fact in facts:
-            for index, group in enumerate(self._aggregates.groups):
-                key = None if group.per_user else self._aggregates.key(group, fact.surface, fact.ad_ids)
-                if key is not None:
-                    touched.setdefault(counter_key(index, key), (index, key, []))[2].append(fact)
-        for name, (index, key, own) in touched.items():
-            update(self._store, name, lambda held, i=index, k=key, f=own: self._counted(held, i, k, f))  # type: ignore[misc]
+            self._aggregates.apply(fact, attempt.pasts[fact.user_key].counters, shared)
+        users = {fact.user_key for fact in facts}
+        return {
+            **{past_key(user): encode(attempt.pasts[user], self._aggregates) for user in users},
+            **{ledger_key(user): attempt.ledgers[user].to_bytes() for user in users},
+            **{
+                name: np.array(shared[index][key], dtype=np.float64).tobytes()
+                for (index, key), name in touched.items()
+                if key in shared[index]
+            },
+        }
 
-    def _counted(self, held: bytes, index: int, key: int, facts: list[Fact]) -> bytes:
-        rows = Rows(len(self._aggregates.groups))
-        if held:
-            rows.shared[index][key] = np.frombuffer(held, dtype=np.float64).tolist()
-        for fact in facts:
-            self._aggregates.apply(fact, rows.of(0), rows.shared)
-        width = self._aggregates.groups[index].width
-        return np.array(rows.shared[index].get(key, [0.0] * width), dtype=np.float64).tobytes()
-
-    def _label_memories(self, user_key: int, outcomes: list[tuple[Outcome, int]]) -> None:
-        """Outcome bits of the user's LoopFM entries, in every space that has memories."""
-        spaces: Mapping[str, bytes] = self._store.hget_all(MEMORY_SPACES_KEY) if outcomes else {}
+    def _label_memories(self, labels: Mapping[int, Sequence[_Outcome]]) -> None:
+        """Outcome bits of LoopFM entries, in every space that has memories. Harmless to repeat, so it comes before the write."""
+        spaces = self._store.hget_all(MEMORY_SPACES_KEY) if labels else {}
         for space, width in spaces.items():
             shape = memory_shape(len(self._spec.objectives), num_bytes=int(width), caps=self._caps)
+            for user, outcomes in labels.items():
+                name = memory_key(bytes.fromhex(space), user)
+                (held,) = self._store.read_versioned([name])
+                if not held.version:
+                    continue
 
-            def change(held: bytes, shape: object = shape) -> bytes:
-                memory = History.from_bytes(shape, held)  # type: ignore[arg-type]  # bound in the loop
-                for outcome, objective in outcomes:
-                    if outcome.value > 0:
-                        memory.label(outcome.example_id, source=0, objective=objective, available_ms=_available(outcome))
-                return memory.to_bytes()
+                def change(row: bytes, outcomes: Sequence[_Outcome] = outcomes, shape: object = shape) -> bytes:
+                    memory = History.from_bytes(shape, row)  # type: ignore[arg-type]  # bound in the loop
+                    for outcome in outcomes:
+                        memory.label(
+                            outcome.name, source=0, objective=outcome.objective, available_ms=outcome.available_ms
+                        )
+                    return memory.to_bytes()
 
-            update(self._store, memory_key(bytes.fromhex(space), user_key), change)
-
-    def _copied_ids(self, event: _Known) -> list[int]:
-        copied = self._spec.message.event_sources[event.source].features
-        return [
-            event.ad_ids[self._columns.index(column.name)] if column.name in copied else ABSENT
-            for column in self._layout.event_ids
-        ]
-
-    def _copied_dense(self, event: _Known) -> list[float]:
-        copied = self._spec.message.event_sources[event.source].features
-        out: list[float] = []
-        for column in self._layout.event_dense:
-            start = column_index(self._layout.stored_ad_dense, column.name) or 0
-            part = event.ad_dense[start : start + column.width]
-            out.extend(part if column.name in copied else [float("nan")] * column.width)
-        return out
-
-    def _ad_ids_of(self, entry: np.void) -> list[int]:
-        """All id features of an entry's ad, from its row."""
-        names = [column.name for column in self._layout.event_ids]
-        key = int(entry["ids"][names.index("ad")]) if "ad" in names else ABSENT
-        ids, _, _ = self._ads.decode(self._store.get_many([ad_key(key)]), np.array([key]), int(entry["event_ms"]))
-        listed: list[int] = ids[0].tolist()
-        return listed
+                update(self._store, name, change, ttl_ms=self._caps.retention_ms)
 
     def _key(self, entity: str, value: str) -> int:
         return key_of(value, self._spec.id_type(entity))
 
 
-def _name(event: Event, key: int) -> bytes:
-    """16 bytes that name an event: its id if that is 32 hex digits, else the example id of an impression, else made of the id."""
-    if len(event.event_id) == 32:
-        try:
-            return bytes.fromhex(event.event_id)
-        except ValueError:
-            pass
+def horizon_ms(spec: Spec) -> int:
+    """How long a fact may matter after it happened."""
+    windows = [objective.attribution_window_seconds * 1000 for objective in spec.message.objectives]
+    return max(windows, default=0) + LATENESS_MS
+
+
+def _name(event: Event, user_key: int, key: int) -> bytes:
+    """16 bytes that name an event: those whose hex it gives, else derived as an import derives them."""
+    try:
+        given = bytes.fromhex(event.event_id)
+    except ValueError:
+        given = b""
+    if len(given) == 16:
+        return given
     if event.source == IMPRESSION:
         return example_id(event.request_id, key, event.surface, event.event_ms)
     if not event.event_id:
-        raise InvalidInput(f"an event of source {event.source!r} has no event_id; every event but an impression needs one")
-    return example_id(event.event_id, 0, event.source, 0)
-
-
-def _available(outcome: Outcome) -> int:
-    return outcome.available_ms or outcome.occurred_ms
-
-
-def _find(history: History, name: bytes, source: int) -> np.void | None:
-    high, low = (int.from_bytes(part, "big") for part in (name[:8], name[8:]))
-    rows = history.rows
-    (found,) = np.nonzero((rows["high"] == high) & (rows["low"] == low) & (rows["source"] == source))
-    return rows[found[0]] if len(found) else None
-
+        raise InvalidInput(
+            f"an event of source {event.source!r} has no event_id; every event but an impression needs one"
+        )
+    return example_id(event.event_id, user_key, event.source, event.event_ms)

@@ -6,12 +6,16 @@ Knows the row's two parts. Does not know the store.
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import dataclass
 
 from feature_store.aggregates import AggregateSet, Slots, pack_user, unpack_user
+from feature_store.errors import CorruptArtefact, FailedPrecondition
 from feature_store.history import History, Shape
+from feature_store.packing import counters_digest
 
-_LENGTH = struct.Struct("<I")
+_HEADER = struct.Struct("<4sIII")
+_MAGIC = b"past"
 
 
 @dataclass(slots=True)
@@ -22,8 +26,8 @@ class Past:
     counters: list[dict[int, Slots]]
 
 
-def decode(data: bytes, shape: Shape, aggregates: AggregateSet) -> Past:
-    """The row's parts; empty bytes are a user without a past.
+def decode(data: bytes, shape: Shape, aggregates: AggregateSet, *, key: str = "") -> Past:
+    """The parts of row `key`; empty bytes are a user without a past.
 
     Raises:
         CorruptArtefact: the bytes are damaged.
@@ -31,12 +35,24 @@ def decode(data: bytes, shape: Shape, aggregates: AggregateSet) -> Past:
     """
     if not data:
         return Past(History(shape), [{} for _ in aggregates.groups])
-    (size,) = _LENGTH.unpack_from(data)
-    body = data[_LENGTH.size :]
-    return Past(History.from_bytes(shape, body[:size]), unpack_user(body[size:], aggregates.groups))
+    if len(data) < _HEADER.size or data[:4] != _MAGIC:
+        raise CorruptArtefact(f"row {key} is not a user's past; rebuild it from the log")
+    _, digest, size, checksum = _HEADER.unpack_from(data)
+    history = data[_HEADER.size : _HEADER.size + size]
+    counters = data[_HEADER.size + size :]
+    if zlib.crc32(counters) != checksum:
+        raise CorruptArtefact(f"row {key} is damaged; rebuild it from the log")
+    if digest != counters_digest(aggregates):
+        raise FailedPrecondition(f"row {key} counts by another spec; rebuild it from the log")
+    try:
+        return Past(History.from_bytes(shape, history), unpack_user(counters, aggregates.groups))
+    except (CorruptArtefact, FailedPrecondition) as error:
+        raise type(error)(f"row {key}: {error}") from error
 
 
 def encode(past: Past, aggregates: AggregateSet) -> bytes:
-    """The row's bytes."""
+    """The row's bytes: header (magic, digest of the counters, length of the history, checksum), history, counters."""
     history = past.history.to_bytes()
-    return _LENGTH.pack(len(history)) + history + pack_user(past.counters, aggregates.groups)
+    counters = pack_user(past.counters, aggregates.groups)
+    head = _HEADER.pack(_MAGIC, counters_digest(aggregates), len(history), zlib.crc32(counters))
+    return head + history + counters

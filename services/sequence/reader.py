@@ -5,7 +5,8 @@ Knows packed rows and the batch. Does not know transports or models. Every numbe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -15,15 +16,17 @@ from gem.schema.v1 import dataset_spec_pb2 as pb
 from feature_store.aggregates import AggregateSet, Slots
 from feature_store.asof import Caps
 from feature_store.batch import Array
-from feature_store.errors import InvalidInput
+from feature_store.errors import CorruptArtefact, FailedPrecondition, InvalidInput
 from feature_store.history import History, event_shape, memory_shape
 from feature_store.ids import ABSENT, key_of
 from feature_store.layout import Layout
 from feature_store.online import OnlineStore, split_version
 from feature_store.packing import (
+    MEMORY_SPACES_KEY,
     ad_key,
     ad_shape,
     counter_key,
+    counters_digest,
     memory_key,
     past_key,
     profile_key,
@@ -33,7 +36,11 @@ from feature_store.spec import Spec
 from services.runtime.telemetry import span
 from services.sequence.past import decode
 
+log = logging.getLogger(__name__)
+
 Ints = npt.NDArray[np.int64]
+LOOPFM = "loopfm"
+"""What a memory that could not be read is called in `missing`."""
 
 
 class Question(NamedTuple):
@@ -55,6 +62,8 @@ class Answer(NamedTuple):
     user_version: int
     ad_group_keys: Ints
     unknown_ads: int
+    missing: tuple[str, ...]
+    """Inputs that could not be read."""
 
 
 class StateReader:
@@ -67,71 +76,63 @@ class StateReader:
         self._memory_bytes, self._caps = memory_bytes, caps or Caps()
         names = [column.name for column in self._layout.ad_ids]
         self._group_column = names.index("ad_group") if "ad_group" in names else None
+        self._digest = counters_digest(self._aggregates)
+        self._widths: dict[bytes, int] = {}
 
     def read(self, question: Question) -> Answer:
         """The state of one user and N ads.
 
         Raises:
             InvalidInput: a request feature is malformed.
+            CorruptArtefact: the user's row is damaged.
             NotReady: the store does not answer.
         """
         own = [profile_key(question.user_key), past_key(question.user_key)]
         if question.loopfm_space:
             own.append(memory_key(question.loopfm_space, question.user_key))
-        with span("read rows", ads=len(question.ad_keys)):
+        with span("sequence.rows", ads=len(question.ad_keys)):
             rows = self._store.get_many([*own, *map(ad_key, question.ad_keys.tolist())])
-        ads = rows[len(own) :]
-        past_row = split_version(rows[1])
-        past = decode(past_row.value, self._history, self._aggregates)
-        ad_ids, ad_dense, known = self._ads.decode(ads, question.ad_keys, question.as_of_ms)
-        user_slots, ad_slots = self._slots(question, ad_ids, past.counters)
-        memory = split_version(rows[2]).value if question.loopfm_space else b""
+        held = split_version(rows[1])
+        past = decode(held.value, self._history, self._aggregates, key=own[1])
+        ad_ids, ad_dense, known = self._ads.decode(rows[len(own) :], question.ad_keys, question.as_of_ms)
+        slots = self._slots(question, ad_ids, past.counters)
+        memory, missing = self._memory_tensors(question, rows[2] if question.loopfm_space else None)
         now = np.array([question.as_of_ms], dtype=np.int64)
-        tensors = {
+        counted = self._aggregates.ad_statistics(slots[1:], np.repeat(now, len(ad_ids)))
+        tensors: dict[str, Array] = {
             "user_key": np.array([question.user_key], dtype=np.int64),
             "surface": np.array([question.surface], dtype=np.int32),
             "request_ms": now,
-            **self._user_tensors(question, rows[0], user_slots),
+            **self._user_tensors(question, rows[0], slots[:1]),
             **self._event_tensors(question, past.history),
             "ad_ids": ad_ids,
-            "ad_dense": np.concatenate(
-                [ad_dense, self._aggregates.ad_statistics(ad_slots, np.repeat(now, len(ad_ids)))], axis=1
-            ),
-            **self._memory_tensors(question, memory),
+            "ad_dense": np.concatenate([ad_dense, counted], axis=1),
+            **memory,
         }
-        groups = ad_ids[:, self._group_column] if self._group_column is not None else np.full(len(ad_ids), ABSENT)
-        return Answer(tensors, past_row.version, groups, int((~known).sum()))
+        absent = np.full(len(ad_ids), ABSENT, dtype=np.int64)
+        groups = absent if self._group_column is None else ad_ids[:, self._group_column]
+        return Answer(tensors, held.version, groups, int((~known).sum()), missing)
 
     def _slots(
         self, question: Question, ad_ids: Ints, counters: list[dict[int, Slots]]
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Counter states for the user's own columns [1, slots] and for every ad [N, slots]."""
-        nobody = [ABSENT] * ad_ids.shape[1]
-        asked = [nobody, *ad_ids.tolist()]
+    ) -> npt.NDArray[np.float64]:
+        """Counter states [1 + N, slots]: of the user without an ad, then of every ad."""
+        nobody = np.full((1, ad_ids.shape[1]), ABSENT, dtype=np.int64)
+        asked = np.concatenate([nobody, ad_ids])
         shared = self._shared(question.surface, asked)
-        flat: list[float] = []
-        for ids in asked:
-            self._aggregates.snapshot(question.surface, ids, counters, shared, flat)
-        slots = np.array(flat, dtype=np.float64).reshape(len(asked), self._aggregates.num_slots)
-        return slots[:1], slots[1:]
+        return self._aggregates.snapshots(question.surface, asked, counters, shared)
 
-    def _shared(self, surface: int, asked: Sequence[Sequence[int]]) -> list[dict[int, Slots]]:
+    def _shared(self, surface: int, asked: Ints) -> list[dict[int, Slots]]:
         """Rows of all shared groups that the asked ads need: one multi-get."""
-        wanted: dict[str, tuple[int, int]] = {}
-        for index, group in enumerate(self._aggregates.groups):
-            if group.per_user:
-                continue
-            for ids in asked:
-                key = self._aggregates.key(group, surface, ids)
-                if key is not None:
-                    wanted[counter_key(index, key)] = (index, key)
-        shared: list[dict[int, Slots]] = [{} for _ in self._aggregates.groups]
-        with span("read counters", rows=len(wanted)):
-            values = self._store.get_many(list(wanted))
-        for (index, key), value in zip(wanted.values(), values, strict=True):
-            stored = split_version(value).value
-            if stored:
-                shared[index][key] = np.frombuffer(stored, dtype=np.float64).tolist()
+        groups = self._aggregates.groups
+        places = [place for place in self._aggregates.shared_keys_of_all(surface, asked) if groups[place[0]].width]
+        names = [counter_key(self._digest, groups[index], key) for index, key in places]
+        with span("sequence.counters", rows=len(names)):
+            held = self._store.read_versioned(names)
+        shared: list[dict[int, Slots]] = [{} for _ in groups]
+        for (index, key), row in zip(places, held, strict=True):
+            if row.version:
+                shared[index][key] = np.frombuffer(row.value, dtype=np.float64).tolist()
         return shared
 
     def _user_tensors(
@@ -168,17 +169,39 @@ class StateReader:
             "event_dense": rows["dense"].copy(),
         }
 
-    def _memory_tensors(self, question: Question, row: bytes) -> dict[str, Array]:
-        width = self._memory_bytes
+    def _memory_tensors(
+        self, question: Question, row: bytes | None
+    ) -> tuple[dict[str, Array], tuple[str, ...]]:
+        """The LoopFM window and what of it is missing: a memory that cannot be read costs the memory, not the request."""
+        width = self._width(question.loopfm_space)
+        missing: tuple[str, ...] = ()
         shape = memory_shape(len(self._spec.objectives), num_bytes=width, caps=self._caps)
-        memory = History.from_bytes(shape, row)
+        memory = History(shape)
+        try:
+            memory = History.from_bytes(shape, split_version(row).value)
+        except (CorruptArtefact, FailedPrecondition) as error:
+            log.error("LoopFM memory of space %s: %s", question.loopfm_space.hex(), error)
+            missing = (LOOPFM,)
         rows, bits = memory.read(question.as_of_ms, request_id=question.request_id)
-        return {
+        tensors: dict[str, Array] = {
             "memory_ms": rows["event_ms"].copy(),
             "memory_surface": rows["surface"].copy(),
             "memory_labels": bits,
             "memory_q": rows["q"].copy(),
         }
+        return tensors, missing
+
+    def _width(self, space_id: bytes) -> int:
+        """Bytes of a vector of a space, which never change; of a space that nobody wrote yet, the usual ones."""
+        if not space_id:
+            return self._memory_bytes
+        width = self._widths.get(space_id)
+        if width is None:
+            (said,) = self._store.hget_many(MEMORY_SPACES_KEY, [space_id.hex()])
+            if said is None:
+                return self._memory_bytes
+            width = self._widths[space_id] = int(said)
+        return width
 
 
 def _numbers(feature: pb.Feature, text: str | None) -> list[float]:

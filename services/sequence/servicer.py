@@ -38,7 +38,7 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
             NotReady: the store does not answer.
         """
         answer = self._reader.read(self._question(request))
-        with span("pack tensors"):
+        with span("sequence.pack"):
             tensors = {name: pack_tensor(array) for name, array in answer.tensors.items()}
         return messages.GetUserStateResponse(
             tensors=tensors,
@@ -46,6 +46,7 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
             user_version=answer.user_version,
             spec_hash=self._spec.hash,
             ad_group_keys=answer.ad_group_keys.tolist(),
+            missing=answer.missing,
         )
 
     def AppendEvents(

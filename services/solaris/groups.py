@@ -17,6 +17,8 @@ from feature_store.ids import ABSENT
 from feature_store.layout import Layout, column_index
 from feature_store.packing import ad_key, ad_shape
 
+NEWEST = 2**62
+"""Later than any version: an ad's group is that of its newest row."""
 MAX_ADS = 1_000_000
 KEEP_SECONDS = 300.0
 """An ad that moves to another group is found within this time; one that is unknown, within `UNKNOWN_SECONDS`."""
@@ -62,7 +64,7 @@ class AdGroups:
 
     def _fetch(self, ad_keys: Sequence[int], now: float) -> dict[int, _Known]:
         values = self._store.get_many([ad_key(ad) for ad in ad_keys])
-        ids, _, known = self._shape.decode(values, np.array(ad_keys, dtype=np.int64), 0)
+        ids, _, known = self._shape.decode(values, np.array(ad_keys, dtype=np.int64), NEWEST)
         fetched = {
             ad: _Known(
                 None if group == ABSENT else group,
