@@ -20,6 +20,7 @@ from gem.schema.v1 import dataset_spec_pb2 as pb
 
 from feature_store.ids import ABSENT
 from feature_store.layout import Column, Layout
+from feature_store.mixing import mix, mix_many
 from feature_store.spec import IMPRESSION, Spec
 from feature_store.statistics import (
     COUNTED_IN,
@@ -35,7 +36,6 @@ from feature_store.statistics import (
 Slots = list[float]
 MAX_USER_KEYS = 1024
 """Keys kept a user and group; the one that was first seen longest ago is dropped."""
-_MASK = 2**64 - 1
 
 
 class Fact(NamedTuple):
@@ -129,7 +129,7 @@ class AggregateSet:
             value = ad_ids[part] if part >= 0 else surface if surface >= 0 else ABSENT
             if value == ABSENT:
                 return None
-            key = _mix(key, value) if number else value
+            key = mix(key, value) if number else value
         return key
 
     def shared_keys(self, surface: int, ad_ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -349,26 +349,9 @@ def _keys(group: Group, surface: int, ad_ids: npt.NDArray[np.int64]) -> list[int
         else:
             values = np.full(len(ad_ids), surface if surface >= 0 else ABSENT)
         absent |= values == ABSENT
-        keys = _mix_many(keys, values) if number else values
+        keys = mix_many(keys, values) if number else values
     found: list[int] = np.where(absent, ABSENT, keys).tolist()
     return found
-
-
-def _mix_many(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`_mix` of each pair: unsigned 64-bit arithmetic wraps as the mask does."""
-    z = a.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + b.astype(np.uint64)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))).astype(np.int64)
-
-
-def _mix(a: int, b: int) -> int:
-    """One int64 key from two: splitmix64's finalizer over a · odd constant + b."""
-    z = (a * 0x9E3779B97F4A7C15 + b) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    z ^= z >> 31
-    return z - 2**64 if z >= 2**63 else z
 
 
 def pack_user(rows: list[dict[int, Slots]], groups: Sequence[Group]) -> bytes:
