@@ -1,0 +1,289 @@
+"""Compares models on the same rows of a real log: base rates, LightGBM with counters, DIN, and the foundation model.
+
+    python -m benchmarks.quality --data kuairand --source DIR --seeds 3 --json OUT
+
+Knows the protocol. Does not know models. Every model gets the same information: histories, counters, profiles, all as they
+were known at each impression's own time; every impression is a request of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import lightgbm
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.measure import finish, parser
+from feature_store.batch import FeatureBatch, Targets
+from feature_store.importing.kuairand import import_kuairand
+from feature_store.replay import Replay
+from feature_store.spec import load_spec
+from feature_store.tables import Tables
+from model.baselines.din import DeepInterestNetwork, DinConfig
+from model.gem.batch import Batch
+from model.training.evaluate import Predictions, SliceMetrics, compare, evaluate, predict
+from model.training.fitting import FitConfig, fit
+from model.training.learner import Learner
+from model.training.loss import Sums, masked_bce
+from model.training.metrics import Undefined
+from model.training.optimizers import OptimizerConfig
+from model.training.parallel import Processes
+from model.training.quarantine import Quarantine
+from model.training.rows import ReplayRows, spread
+from model.training.trainer import RunConfig, train
+
+ROOT = Path(__file__).resolve().parents[1]
+SHANGHAI = timezone(timedelta(hours=8))
+OBJECTIVES = ("click", "long_view", "like")
+BAR = {"click": 0.8465, "long_view": 0.8518}
+"""NE of LightGBM with counters measured on these rows outside of this project."""
+Fit = Callable[["Split", int], Predictions]
+
+
+class Split:
+    """Training, validation and test rows of a log."""
+
+    def __init__(self, replay: Replay, bounds: tuple[int, int, int, int]) -> None:
+        self.replay, self.bounds = replay, bounds
+        first, train_end, valid_end, test_end = bounds
+        self.train = ReplayRows(replay, first, train_end, requests="impression")
+        self.valid = ReplayRows(replay, train_end, valid_end, requests="impression")
+        self.test = ReplayRows(replay, valid_end, test_end, requests="impression")
+
+    def batches(self, name: str) -> tuple[FeatureBatch, Targets]:
+        """All rows of a part, at once."""
+        rows: ReplayRows = getattr(self, name)
+        return rows.batch(np.arange(len(rows)))
+
+
+def main() -> None:
+    """Runs the comparison and prints it."""
+    options = _options()
+    with tempfile.TemporaryDirectory() as folder:
+        split = _split(options, Path(folder))
+        runs = {name: _seeds(run, split, options) for name, run in _models(options).items()}
+    columns, rows, result = _report(split, runs, options)
+    finish(result, out=options.json, columns=columns, rows=rows)
+
+
+def _options() -> argparse.Namespace:
+    made = parser(__doc__.split("\n", 1)[0] if __doc__ else "")
+    made.add_argument("--data", choices=["kuairand"], default="kuairand", help="which log")
+    made.add_argument("--source", type=Path, required=True, help="folder of its files")
+    made.add_argument("--train-end", default="2022-05-02", help="last day of training, Asia/Shanghai")
+    made.add_argument("--valid-end", default="2022-05-04", help="last day of validation")
+    made.add_argument("--test-end", default="2022-05-06", help="last day of test")
+    made.add_argument("--seeds", type=int, default=3, help="runs of every neural model")
+    made.add_argument("--preset", default="model.gem.presets:public_s", help="foundation model")
+    made.add_argument("--epochs", type=int, default=1, help="passes over the training rows")
+    made.add_argument("--models", default="rate,lightgbm,din,foundation", help="which rows of the table")
+    made.add_argument("--keep", type=Path, help="folder to keep the imported tables in, for the next run")
+    return made.parse_args()
+
+
+def _split(options: argparse.Namespace, folder: Path) -> Split:
+    spec = load_spec(ROOT / "feature_store/datasets/kuairand.yaml")
+    tables = Tables(options.keep or folder)
+    if not tables.exists("impressions"):
+        import_kuairand(options.source, tables, spec)
+    replay = Replay(spec, tables)
+    first = int(replay.impressions.event_ms.min())
+    ends = [_end_of(day) for day in (options.train_end, options.valid_end, options.test_end)]
+    if options.quick:
+        first = ends[0] - 86_400_000 // 2
+    return Split(replay, (first, *ends))  # type: ignore[arg-type]  # three ends make four bounds
+
+
+def _end_of(day: str) -> int:
+    when = datetime.fromisoformat(day).replace(tzinfo=SHANGHAI) + timedelta(days=1)
+    return round(when.timestamp() * 1000)
+
+
+def _models(options: argparse.Namespace) -> Mapping[str, Fit]:
+    known: dict[str, Fit] = {
+        "rate": _rate,
+        "lightgbm": _lightgbm,
+        "din": lambda split, seed: _din(split, seed, options),
+        "foundation": lambda split, seed: _foundation(split, seed, options),
+    }
+    return {name: known[name] for name in options.models.split(",")}
+
+
+def _seeds(run: Fit, split: Split, options: argparse.Namespace) -> list[Predictions]:
+    count = 1 if run in (_rate, _lightgbm) or options.quick else options.seeds
+    made = []
+    for seed in range(count):
+        start = time.monotonic()
+        made.append(run(split, seed))
+        ne = evaluate(made[-1], split.replay.spec.surfaces, split.replay.spec.objectives)[("all", "click")].ne
+        print(f"seed {seed}: click NE {ne}, {time.monotonic() - start:.0f} s", flush=True)  # a benchmark prints
+    return made
+
+
+def _rate(split: Split, seed: int) -> Predictions:
+    """The training rate of each surface and objective."""
+    (train, learned), (test, _) = split.batches("train"), split.batches("test")
+    rates = np.zeros((len(split.replay.spec.surfaces), learned.labels.shape[1]))
+    for surface in range(len(rates)):
+        own = train.surface == surface
+        masked = np.where(learned.label_mask[own], learned.labels[own], 0).sum(0)
+        rates[surface] = (masked + 1) / (learned.label_mask[own].sum(0) + 2)
+    return _predictions(split, rates[test.surface])
+
+
+def _lightgbm(split: Split, seed: int) -> Predictions:
+    """One booster an objective; categories coded by their training vocabulary."""
+    parts = {name: split.batches(name) for name in ("train", "valid", "test")}
+    codes = _Codes(parts["train"][0])
+    x = {name: codes.table(batch) for name, (batch, _) in parts.items()}
+    out = np.zeros(parts["test"][1].labels.shape)
+    for k, objective in enumerate(split.replay.spec.objectives):
+        if objective not in OBJECTIVES:
+            continue
+        label = {name: targets.labels[:, k] for name, (_, targets) in parts.items()}
+        train = lightgbm.Dataset(x["train"], label["train"], free_raw_data=False)
+        valid = lightgbm.Dataset(x["valid"], label["valid"], reference=train, free_raw_data=False)
+        options = {"objective": "binary", "num_leaves": 63, "learning_rate": 0.05, "verbose": -1, "num_threads": 2, "seed": seed}
+        stop = lightgbm.early_stopping(50, verbose=False)
+        booster = lightgbm.train(options, train, 1500, valid_sets=[valid], callbacks=[stop])
+        out[:, k] = booster.predict(x["test"])
+    return _predictions(split, out)
+
+
+class _Codes:
+    """Ids as small integers; one that training has not seen is −1. User and ad ids are left to their counters."""
+
+    def __init__(self, batch: FeatureBatch) -> None:
+        ids = self._ids(batch)
+        self._known = [np.unique(ids[:, column]) for column in range(ids.shape[1])]
+
+    def table(self, batch: FeatureBatch) -> npt.NDArray[np.float32]:
+        ids, coded = self._ids(batch), []
+        for column, known in enumerate(self._known):
+            at = np.minimum(np.searchsorted(known, ids[:, column]), len(known) - 1)
+            coded.append(np.where(known[at] == ids[:, column], at, -1))
+        return np.column_stack([batch.surface, *coded, batch.user_dense, batch.ad_dense]).astype(np.float32)
+
+    def _ids(self, batch: FeatureBatch) -> npt.NDArray[np.int64]:
+        return np.concatenate([batch.user_ids[:, 1:], batch.ad_ids[:, 1:]], axis=1)
+
+
+class _TaskCriterion:
+    """Masked cross entropy of a model that returns logits."""
+
+    def __init__(self, model: torch.nn.Module, objectives: int) -> None:
+        self._model = model
+        self.weights: Mapping[str, tuple[float, ...]] = {"task": (1.0,) * objectives}
+
+    def __call__(self, batch: FeatureBatch, targets: Targets) -> Mapping[str, Sums]:
+        logits = self._model(Batch.from_numpy(batch))
+        return {"task": masked_bce(logits, torch.from_numpy(targets.labels), torch.from_numpy(targets.label_mask))}
+
+
+def _din(split: Split, seed: int, options: argparse.Namespace) -> Predictions:
+    torch.manual_seed(seed)
+    model = DeepInterestNetwork(DinConfig(), split.replay.layout)
+    model.fit_statistics(split.train.batch(part)[0] for part in np.array_split(spread(len(split.train), 20_000), 20))
+    criterion = _TaskCriterion(model, len(split.replay.spec.objectives))
+    learner = Learner(model, criterion, OptimizerConfig(), Processes(), seed=seed)
+    fit(
+        learner, split.train, FitConfig(batch_requests=512, window_requests=200_000, epochs=options.epochs, seed=seed),
+        quarantine=Quarantine(split.replay.layout),
+    )  # fmt: skip
+    model.eval()
+
+    def score(batch: FeatureBatch) -> npt.NDArray[np.float32]:
+        with torch.inference_mode():
+            made: npt.NDArray[np.float32] = model(Batch.from_numpy(batch)).numpy()
+            return made
+
+    return predict(score, split.test)
+
+
+def _foundation(split: Split, seed: int, options: argparse.Namespace) -> Predictions:
+    first, train_end, *_ = split.bounds
+    run = RunConfig(
+        preset=options.preset, train_from_ms=first, train_to_ms=train_end, requests="impression",
+        fit=FitConfig(batch_requests=512, window_requests=200_000, epochs=options.epochs, seed=seed),
+    )  # fmt: skip
+    return predict(train(run, split.replay).teacher.score, split.test)
+
+
+def _predictions(split: Split, probabilities: npt.NDArray[np.floating[Any]]) -> Predictions:
+    blank = predict(lambda batch: np.zeros((batch.num_candidates, probabilities.shape[1]), np.float32), split.test)
+    return blank._replace(probabilities_NK=np.asarray(probabilities, dtype=np.float64))
+
+
+def ensemble(runs: list[Predictions]) -> Predictions:
+    """Mean probability of several seeds: what the paired intervals compare."""
+    return runs[0]._replace(probabilities_NK=np.mean([run.probabilities_NK for run in runs], axis=0))
+
+
+def _report(
+    split: Split, runs: Mapping[str, list[Predictions]], options: argparse.Namespace
+) -> tuple[list[str], list[list[object]], dict[str, Any]]:
+    spec = split.replay.spec
+    measured = {name: [evaluate(run, spec.surfaces, spec.objectives) for run in made] for name, made in runs.items()}
+    versus = {
+        name: compare(made[0], runs["lightgbm"][0], spec.surfaces, spec.objectives, num_draws=200 if options.quick else 1000)
+        for name, made in runs.items()
+        if name != "lightgbm" and "lightgbm" in runs
+    }
+    rows, cells = [], []
+    for slice_ in [("all", o) for o in OBJECTIVES] + [(s, o) for s in spec.surfaces for o in OBJECTIVES]:
+        for name in runs:
+            cell = _cell([evaluation[slice_] for evaluation in measured[name]])
+            interval = versus.get(name, {}).get(slice_)
+            cells.append({"surface": slice_[0], "objective": slice_[1], "model": name, **cell, "against_lightgbm": _interval(interval)})
+            shown = [cell[key] for key in ("ne", "ne_spread", "auc", "gauc", "calibration", "rows")]
+            rows.append([f"{slice_[0]} · {slice_[1]} · {name}", *shown, _shown(interval)])
+    columns = ["slice · model", "NE", "±", "AUC", "GAUC", "calibration", "rows", "NE − LightGBM (95 %)"]
+    return columns, rows, {
+        "benchmark": "quality on KuaiRand-Pure", "cells": cells, "bar": BAR, "seeds": options.seeds,
+        "bounds_ms": split.bounds, "rows": {"train": len(split.train), "valid": len(split.valid), "test": len(split.test)},
+        "preset": options.preset, "epochs": options.epochs, "quick": options.quick,
+    }  # fmt: skip
+
+
+def _cell(slices: list[SliceMetrics]) -> dict[str, Any]:
+    def values(of: Callable[[SliceMetrics], float | Undefined]) -> list[float]:
+        return [float(v) for v in map(of, slices) if not isinstance(v, Undefined)]
+
+    ne = values(lambda s: s.ne)
+    return {
+        "ne": _median(ne),
+        "ne_spread": (max(ne) - min(ne)) / 2 if ne else None,
+        "auc": _median(values(lambda s: s.auc)),
+        "gauc": _median(values(lambda s: s.gauc.value)),
+        "calibration": _median(values(lambda s: s.calibration)),
+        "rows": slices[0].rows,
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return float(np.median(values)) if values else None
+
+
+def _interval(interval: Any) -> dict[str, Any] | None:
+    return None if interval is None else {"low": _number(interval.low), "high": _number(interval.high)}
+
+
+def _shown(interval: Any) -> str | None:
+    return None if interval is None or _number(interval.low) is None else f"{interval.low:+.4f} … {interval.high:+.4f}"
+
+
+def _number(value: Any) -> float | None:
+    return None if isinstance(value, Undefined) else float(value)
+
+
+
+if __name__ == "__main__":
+    main()
