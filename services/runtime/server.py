@@ -150,7 +150,7 @@ def serve(
         close: what to deliver or close once the last call has been answered.
     """
     log_to_stderr(settings.log_level)
-    stopping = _stop_signals()
+    stopping = stop_signals()
     registry = CollectorRegistry()
     call_metrics = CallMetrics(registry)
     with (
@@ -163,7 +163,7 @@ def serve(
                 warm()
                 live.health.ready()
                 log.info("ready on port %d", live.port)
-                stopping.wait()
+                wait_until(stopping)
                 log.info("draining")
         finally:
             close()
@@ -227,8 +227,19 @@ def _names(services: Sequence[Service]) -> list[str]:
     ]
 
 
-def _stop_signals() -> threading.Event:
+def stop_signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set; call it from the main thread, and wait with `wait_until`."""
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     return stopping
+
+
+def wait_until(stopping: threading.Event) -> None:
+    """Wait, in the main thread, for an event that a signal sets.
+
+    The kernel may hand a signal to any thread, but Python runs its handlers in the main one, and only when that wakes:
+    one that waits without a bound sleeps through a signal that a thread of gRPC's was given.
+    """
+    while not stopping.wait(0.1):
+        pass

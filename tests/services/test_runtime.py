@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import ast
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -401,6 +403,21 @@ def test_connections_are_renewed_under_load_without_a_failed_call() -> None:
     assert len(peers) > 2
 
 
+SIGNALLED = """
+import signal, threading, time
+from services.runtime.server import stop_signals, wait_until
+stopping = stop_signals()
+other = threading.Thread(target=time.sleep, args=(30,), daemon=True)
+other.start()
+threading.Timer(0.2, lambda: signal.pthread_kill(other.ident, signal.SIGTERM)).start()
+wait_until(stopping)
+"""
+
+
+def test_a_signal_that_another_thread_was_given_stops_the_process() -> None:
+    subprocess.run([sys.executable, "-c", SIGNALLED], check=True, timeout=20)
+
+
 def test_a_missing_setting_ends_the_process_naming_it(started: Processes) -> None:
     server = started.start("tests.services.ranking_by_rule", {"GEM_LISTEN": "nowhere"})
     assert server.popen.wait(20) != 0
@@ -408,8 +425,5 @@ def test_a_missing_setting_ends_the_process_naming_it(started: Processes) -> Non
 
 
 def test_importing_an_entry_point_does_nothing() -> None:
-    import subprocess
-    import sys
-
     run = [sys.executable, "-W", "error", "-c", "import services.runtime.server"]
     assert subprocess.run(run, capture_output=True, check=True, timeout=60).stdout == b""
