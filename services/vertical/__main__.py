@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from services.runtime.logs import log_to_stderr
 from services.runtime.settings import load
 from services.vertical.settings import VerticalSettings
 
@@ -11,9 +12,9 @@ from services.vertical.settings import VerticalSettings
 def main() -> None:
     """Serves until SIGTERM; exit status 1 if no model could be loaded."""
     settings = load(VerticalSettings, os.environ)
-    from services.vertical.process import (
-        run,  # torch and kserve take seconds: wrong settings are said first
-    )
+    log_to_stderr(settings.log_level)
+    # After the settings, for the import takes seconds, and after the log, which torch would set up in its own way.
+    from services.vertical.process import run
 
     run(settings)
 

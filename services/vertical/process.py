@@ -14,7 +14,6 @@ from prometheus_client import REGISTRY
 
 from feature_store.spec import Spec, load_spec
 from services.runtime import metrics, telemetry
-from services.runtime.logs import log_to_stderr
 from services.runtime.metrics import CallMetrics
 from services.vertical.grpc_server import GrpcSettings
 from services.vertical.loading import Pins, load_scorer
@@ -30,7 +29,6 @@ def run(settings: VerticalSettings) -> None:
         GemError: no model could be loaded.
         OSError: an address is taken.
     """
-    log_to_stderr(settings.log_level)
     torch.set_num_threads(settings.torch_threads)
     spec = load_spec(settings.spec)
     # KServe's REST server shows the default registry: ours is the same one.

@@ -68,6 +68,7 @@ class VerticalServer(ModelServer):  # type: ignore[misc]  # kserve is untyped
     """Serves verticals until told to stop."""
 
     def __init__(self, settings: VerticalServerSettings) -> None:
+        _quieten()
         super().__init__(
             registered_models=ModelRepository(),
             workers=1,
@@ -75,7 +76,6 @@ class VerticalServer(ModelServer):  # type: ignore[misc]  # kserve is untyped
             enable_latency_logging=False,
             grace_period=int(settings.grpc.grace_seconds),
         )
-        logging.getLogger("kserve").setLevel(logging.WARNING)
         self._settings = settings
         self.dataplane = ReadyDataPlane(model_registry=self.registered_models)
         self.model_repository_extension = FixedRepository(model_registry=self.registered_models)
@@ -179,6 +179,15 @@ class VerticalServer(ModelServer):  # type: ignore[misc]  # kserve is untyped
         if self._rest_server is not None:
             self._rest_server.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _quieten() -> None:
+    """Leaves the log to the process: KServe would write its own format, and a line for every request and probe."""
+    kserve = logging.getLogger("kserve")
+    if not kserve.handlers:
+        kserve.addHandler(logging.NullHandler())
+    for name in ("kserve", "uvicorn.access"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 class ReadyDataPlane(DataPlane):  # type: ignore[misc]  # kserve is untyped

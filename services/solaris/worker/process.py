@@ -20,7 +20,6 @@ from feature_store.spec import Spec, load_spec
 from feature_store.streams import open_stream
 from feature_store.tables import Tables
 from services.runtime import client, metrics, telemetry
-from services.runtime.logs import log_to_stderr
 from services.runtime.metrics import CallMetrics
 from services.solaris.keys import keys_of
 from services.solaris.ledger import Ledger
@@ -42,7 +41,6 @@ def run(settings: WorkerProcessSettings) -> None:
     Raises:
         GemError: the artefact is not what was published, or is of another spec.
     """
-    log_to_stderr(settings.log_level)
     torch.set_num_threads(settings.torch_threads)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
