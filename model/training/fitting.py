@@ -109,10 +109,12 @@ def fit(
     on_progress: OnProgress = lambda progress: None,
     until_step: int | None = None,
     steps_before: int = 0,
+    schedule_steps: int | None = None,
 ) -> FitLog:
     """Trains to the end of the rows, or to `until_step`; goes on from the newest checkpoint at `place` if there is one.
 
-    `steps_before` are steps that the learner took on other rows: its rates and its dropout go on from there.
+    `steps_before` are steps that the learner took on other rows: its rates and its dropout go on from there. Rates fall over
+    `schedule_steps`, by default those of these rows, and stay at their final share beyond.
 
     Raises:
         FailedPrecondition: the checkpoint belongs to a run with another configuration or spec.
@@ -129,7 +131,7 @@ def fit(
         batch, targets = quarantine.clean(batch, targets)
         freeze = order.epoch(step) >= config.table_epochs
         done = learner.step(
-            steps_before + step, steps_before + order.num_steps, batch, targets, freeze_tables=freeze
+            steps_before + step, schedule_steps or order.num_steps, batch, targets, freeze_tables=freeze
         )
         _count(log, step, done, learner, targets, TRAINING_FACTOR * flops(batch), time.perf_counter() - start)
         on_progress(_progress(log, order.num_steps, ceiling, learner.processes.world_size))

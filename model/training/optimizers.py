@@ -20,8 +20,8 @@ from feature_store.errors import FailedPrecondition, InvalidInput
 class OptimizerConfig:
     """Rates and bounds of a run."""
 
-    dense_rate: float = 1e-3
-    table_rate: float = 0.05
+    dense_rate: float = 2e-3
+    table_rate: float = 0.1
     """Of row-wise Adagrad."""
     betas: tuple[float, float] = (0.9, 0.98)
     clip_norm: float = 1.0

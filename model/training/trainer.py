@@ -6,7 +6,7 @@ Knows stretches of time, and the stages of a run. Does not know processes' start
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -170,16 +170,16 @@ def walk_forward(
     """Trains through train_to_ms, lets the snapshot annotate the next stretch, trains through that, and so on to `until_ms`.
 
     A label enters once, in the first stretch by whose end it has settled. The compressor is trained in the first stretch and
-    fixed from then on, so that all snapshots write one coordinate system. Rates do not fall: the run has no end of its own.
+    fixed from then on, so that all snapshots write one coordinate system. Rates fall over the first stretch and then stay at
+    their final share: the run has no end of its own, and every snapshot must be fit to teach.
     The yielded teacher goes on training when the next snapshot is asked for: use it, or publish it, before.
 
     Raises:
         InvalidInput: the first stretch holds no request.
     """
-    constant = replace(run, optimizer=replace(run.optimizer, final_share=1.0))
     rows = ReplayRows(replay, run.train_from_ms, run.train_to_ms, requests=run.requests, known_by_ms=run.train_to_ms)
     _require_rows(rows, run)
-    course = _Course(constant, replay, rows, processes)
+    course = _Course(run, replay, rows, processes)
     probe, before = rows.batch(spread(len(rows), 256))[0], None
     seen = np.zeros(len(replay.impressions), dtype=np.bool_)
     longest_ms = max(o.attribution_window_seconds for o in replay.spec.message.objectives) * 1000
@@ -222,6 +222,7 @@ class _Course:
             self.teacher, criterion, run.optimizer, processes, seed=run.fit.seed, clip_apart=("compressor",)
         )
         self._steps = 0
+        self._schedule_steps: int | None = None
 
     def fit(
         self,
@@ -242,8 +243,10 @@ class _Course:
             place=place,
             on_progress=on_progress,
             steps_before=self._steps,
+            schedule_steps=self._schedule_steps,
         )
         self._steps += len(log.losses)
+        self._schedule_steps = self._schedule_steps or self._steps
         return log
 
     def freeze_compressor(self) -> None:
