@@ -3,7 +3,8 @@
 Knows rows and ages. Does not know models, streams or clocks.
 
 Writing the same (pair, computed_ms) again, or an older one over a newer one, changes nothing: a task that was delivered
-twice counts once in every mean. One write of the store carries a user's pairs and means together.
+twice counts once in every mean. One write of the store carries a user's pairs and means together. Two workers that write
+one user at the same moment keep every pair, but the share of one of them in the means may be lost.
 """
 
 from __future__ import annotations
