@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from feature_store.batch import FeatureBatch
+from feature_store.batch import FeatureBatch, Targets
 from model.training import metrics
 from model.training.metrics import GroupedAuc, Interval, Metric, Undefined, Value
 from model.training.rows import RowSource
@@ -67,18 +67,40 @@ def predict(score: Score, rows: RowSource, *, batch_requests: int = 512) -> Pred
     parts = []
     for start in range(0, len(rows), batch_requests):
         batch, targets = rows.batch(np.arange(start, min(start + batch_requests, len(rows))))
-        logits_NK = score(batch).astype(np.float64)
-        parts.append(
-            Predictions(
-                probabilities_NK=sigmoid(logits_NK),
-                labels_NK=targets.labels,
-                mask_NK=targets.label_mask,
-                surface_N=np.repeat(batch.surface, np.diff(batch.candidate_offsets)),
-                user_N=targets.user_key,
-                example_id_N=targets.example_id,
-            )
-        )
+        parts.append(_scored(score, batch, targets))
     return concatenate(parts)
+
+
+class Progressive:
+    """Progressive validation: every training row is scored before it is trained on. Give it to `fit` as `before_step`."""
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+        self._parts: list[Predictions] = []
+
+    def __call__(self, batch: FeatureBatch, targets: Targets) -> None:
+        """Scores the rows of a step that is about to be taken."""
+        if len(targets.labels):
+            self._parts.append(_scored(self._score, batch, targets))
+
+    def predictions(self) -> Predictions:
+        """What was said of all rows so far, in the order they were trained on.
+
+        Raises:
+            ValueError: there were no rows.
+        """
+        return concatenate(self._parts)
+
+
+def _scored(score: Score, batch: FeatureBatch, targets: Targets) -> Predictions:
+    return Predictions(
+        probabilities_NK=sigmoid(score(batch).astype(np.float64)),
+        labels_NK=targets.labels,
+        mask_NK=targets.label_mask,
+        surface_N=np.repeat(batch.surface, np.diff(batch.candidate_offsets)),
+        user_N=targets.user_key,
+        example_id_N=targets.example_id,
+    )
 
 
 def sigmoid(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

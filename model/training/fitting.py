@@ -28,6 +28,9 @@ Flops = Callable[[FeatureBatch], float]
 """Forward model FLOPs of a batch, over its actual lengths."""
 
 
+BeforeStep = Callable[[FeatureBatch, Targets], None]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitConfig:
     """How rows become steps."""
@@ -108,12 +111,13 @@ def fit(
     place: Place | None = None,
     on_progress: OnProgress = lambda progress: None,
     until_step: int | None = None,
+    before_step: BeforeStep = lambda batch, targets: None,
     steps_before: int = 0,
     schedule_steps: int | None = None,
 ) -> FitLog:
     """Trains to the end of the rows, or to `until_step`; goes on from the newest checkpoint at `place` if there is one.
 
-    `steps_before` are steps that the learner took on other rows: its rates and its dropout go on from there. Rates fall over
+    `before_step` sees the rows of each step before it is taken. `steps_before` are steps that the learner took on other rows: its rates and its dropout go on from there. Rates fall over
     `schedule_steps`, by default those of these rows, and stay at their final share beyond.
 
     Raises:
@@ -129,6 +133,7 @@ def fit(
     start = time.perf_counter()
     for step, batch, targets in _batches(rows, order, range(log.first_step, last), learner.processes):
         batch, targets = quarantine.clean(batch, targets)
+        before_step(batch, targets)
         freeze = order.epoch(step) >= config.table_epochs
         done = learner.step(
             steps_before + step, schedule_steps or order.num_steps, batch, targets, freeze_tables=freeze

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from services.runtime.logs import log_to_stderr
 from services.runtime.settings import load
@@ -17,15 +16,14 @@ def main() -> None:
     parser.add_argument("preset", help="a function that returns a configuration, such as model.gem.presets:tiny")
     parser.add_argument("--from", dest="from_ms", type=int, required=True, help="first millisecond trained on")
     parser.add_argument("--to", dest="to_ms", type=int, required=True, help="end of the stretch, exclusive")
-    parser.add_argument("--valid-to", dest="valid_to_ms", type=int, default=0, help="end of what is scored after it")
+    parser.add_argument("--valid-to", dest="valid_to_ms", type=int, default=0, help="end of what is then scored")
     parser.add_argument("--name", default="gem", help="name of the model")
-    parser.add_argument("--version", required=True, help="version to publish; it never changes afterwards")
-    given = parser.parse_args()
-    settings = load(TrainerSettings, os.environ)
-    log_to_stderr(settings.log_level)  # before torch is imported, which would take the root logger
+    parser.add_argument("--version", required=True, help="version to publish; it never changes")
+    given, settings = parser.parse_args(), load(TrainerSettings, os.environ)
+    log_to_stderr(settings.log_level)
     from services.trainer import process
 
-    sys.exit(process.main(settings, process.Asked(**vars(given))))
+    raise SystemExit(process.main(settings, process.Asked(**vars(given))))
 
 
 if __name__ == "__main__":

@@ -131,6 +131,12 @@ def test_annotating_again_makes_no_forward_and_no_row(home: SimpleNamespace) -> 
     assert more.rows > 0
 
 
+def test_a_stretch_without_requests_writes_nothing(home: SimpleNamespace) -> None:
+    done = annotator(home).annotate(0, 1)
+    assert tuple(done) == (0, 0, 0, 0, 0)
+    assert not home.replay.tables.exists("annotations")
+
+
 def test_a_stretch_is_annotated_by_one_snapshot(home: SimpleNamespace) -> None:
     annotator(home).annotate(DAYS[0], DAYS[1])
     second = dataclasses.replace(home.pinned, model_version="gem/2")

@@ -80,8 +80,8 @@ class SmallRows:
             **no_memory(r), **no_pairs(n),
         )  # fmt: skip
         click = self.click[rows].reshape(n)
-        names = (2 * np.repeat(rows, 2) + np.tile([0, 1], r)).astype(">u8")
-        ids = np.frombuffer(b"".join(b"\1" * 8 + name.tobytes() for name in names), dtype="V16")
+        names = (2 * np.repeat(rows, 2) + np.tile([0, 1], r)).tolist()
+        ids = np.frombuffer(b"".join(b"\1" * 8 + name.to_bytes(8, "big") for name in names), dtype="V16")
         targets = Targets(
             example_id=ids, user_key=np.repeat(self.user[rows], 2),
             labels=np.stack([click, self.buy[rows].reshape(n).astype(np.float32)], axis=1),

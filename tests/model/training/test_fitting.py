@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from feature_store.batch import FeatureBatch, Targets
 from feature_store.errors import CorruptArtefact, FailedPrecondition, InvalidInput, NotFound
 from model.training import checkpoint
+from model.training.evaluate import Progressive, sigmoid
 from model.training.fitting import FitConfig, FitLog, Place, Progress, fit, save
 from model.training.learner import Learner
 from model.training.loss import Sums
@@ -87,6 +88,26 @@ def test_training_changes_every_weight_and_lowers_the_loss(tmp_path: Path) -> No
     assert seen[-1].eta_seconds == 0.0
     assert log.flops == 3 * 100.0 * 200
     assert log.rows == 3200
+
+
+def test_every_row_is_scored_before_it_is_trained_on(tmp_path: Path) -> None:
+    who = learner(dropout=0.0)
+    progressive = Progressive(who.model.score)
+    before = small.SmallModel(dropout=0.0).score(small.SmallRows(200).batch(np.arange(200))[0])
+    run(who, tmp_path, before_step=progressive)
+    found = progressive.predictions()
+    assert sorted(bytes(name) for name in found.example_id_N) == sorted(
+        bytes(name) for name in small.SmallRows(200).batch(np.arange(200))[1].example_id
+    )
+    first = [int.from_bytes(bytes(name)[8:], "big") for name in found.example_id_N[:16]]
+    np.testing.assert_allclose(found.probabilities_NK[:16], sigmoid(before[first].astype(np.float64)), atol=1e-6)
+    last = [int.from_bytes(bytes(name)[8:], "big") for name in found.example_id_N[-16:]]
+    assert np.abs(found.probabilities_NK[-16:] - sigmoid(before[last].astype(np.float64))).max() > 1e-3
+
+
+def test_no_rows_are_no_steps(tmp_path: Path) -> None:
+    log = run(learner(), tmp_path, rows=0)
+    assert (log.losses, log.steps, log.last) == ([], 0, None)
 
 
 def test_rows_that_no_batch_held_keep_their_embedding(tmp_path: Path) -> None:
