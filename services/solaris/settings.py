@@ -26,8 +26,8 @@ class SolarisSettings:
     store: str
     """URL of the online store, which also holds the stream of offered pairs."""
     server: ServerSettings
-    read_ms: float = 8.0
-    """Longest wait for the store; then every level is default."""
+    read_ms: float = 20.0
+    """Longest wait for the store; then every level is default. 8 is enough for a Redis nearby; SQLite shares its cores."""
     readers: int = 8
     """Reads of the store at once."""
     lifetime_factor: float = 1.0

@@ -66,7 +66,7 @@ def _server_settings(settings: VerticalSettings) -> VerticalServerSettings:
             tls=settings.tls,
             grace_seconds=settings.grace_seconds,
         ),
-        http_port=settings.http_port,
+        http_listen=settings.http_listen,
         drain_seconds=settings.drain_seconds,
         call_metrics=CallMetrics(REGISTRY),
     )

@@ -55,8 +55,8 @@ class VerticalServerSettings:
     """Where the process listens and how it stops."""
 
     grpc: GrpcSettings
-    http_port: int = 0
-    """Port of the protocol over REST, on the host of gRPC; 0 for none."""
+    http_listen: str = ""
+    """host:port of the protocol over REST; empty for none."""
     drain_seconds: float = 1.0
     """Seconds between NOT_SERVING and the last accepted call."""
     max_threads: int = 4
@@ -135,12 +135,10 @@ class VerticalServer(ModelServer):  # type: ignore[misc]  # kserve is untyped
             tracer_provider=settings.tracer_provider,
         )
         tasks = [asyncio.create_task(self._grpc_server.start(self.max_threads))]
-        if settings.http_port:
+        if settings.http_listen:
+            host, port = split_address(settings.http_listen)
             self._rest_server = RestServer(
-                self.dataplane,
-                self.model_repository_extension,
-                host=split_address(settings.grpc.listen)[0],
-                port=settings.http_port,
+                self.dataplane, self.model_repository_extension, host=host, port=port
             )
             tasks.append(asyncio.create_task(self._rest_server.start()))
         return tasks

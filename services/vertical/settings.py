@@ -34,8 +34,8 @@ class VerticalSettings:
     """The dataset spec that the models must have been built for."""
     listen: str = "127.0.0.1:8081"
     """host:port of gRPC."""
-    http_port: int = 0
-    """Port of REST, on the host of gRPC; 0 for none."""
+    http_listen: str = ""
+    """host:port of REST; empty for none."""
     metrics_listen: str = ""
     """host:port of /metrics; empty for none. REST has it as well."""
     loopfm_space: str = ""
@@ -57,8 +57,9 @@ class VerticalSettings:
 
     def __post_init__(self) -> None:
         split_address(self.listen)
-        if self.metrics_listen:
-            split_address(self.metrics_listen)
+        for address in (self.http_listen, self.metrics_listen):
+            if address:
+                split_address(address)
         for name in ("torch_threads", "forwards", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

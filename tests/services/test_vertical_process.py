@@ -38,7 +38,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     env = {
         "GEM_SPEC": str(SPEC_PATH),
         "GEM_MODELS": ",".join(f"feed-{name.lower()}={at}" for name, at in folders.items()),
-        "GEM_HTTP_PORT": str(port),
+        "GEM_HTTP_LISTEN": f"127.0.0.1:{port}",
         "GEM_TRACE_FILE": str(traces),
         "GEM_DRAIN_SECONDS": "0",
     }

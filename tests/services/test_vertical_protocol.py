@@ -141,7 +141,7 @@ def server(slow_gate: threading.Event) -> Iterator[tuple[str, str]]:
         "unfinished": Unfinished,
         "buggy": Buggy,
     }  # fmt: skip
-    with serving(models, http_port=port) as live:
+    with serving(models, http_listen=f"127.0.0.1:{port}") as live:
         address = f"127.0.0.1:{live.port}"
         for name in ("feed", "lean", "unfinished", "buggy"):
             _wait_until_loaded(address, name)
