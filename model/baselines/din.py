@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class DeepInterestNetwork(nn.Module):
         total = (len(shape.user_ids) + len(shape.ad_ids) + 1) * e + width
         sizes = [total + self.user_numbers.out_width + self.ad_numbers.out_width, *config.hidden]
         layers: list[nn.Module] = []
-        for before, after in zip(sizes, sizes[1:], strict=False):
+        for before, after in pairwise(sizes):
             layers += [nn.Linear(before, after), nn.PReLU(), nn.Dropout(config.dropout)]
         self.mlp = nn.Sequential(*layers, nn.Linear(sizes[-1], len(shape.objectives)))
 

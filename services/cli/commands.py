@@ -336,8 +336,9 @@ def _summary(report: Mapping[str, Any]) -> list[Any]:
             floor = report["bayes"].get(surface, {}).get(objective, {}).get("ne")
             ne = [by_arm.get(arm, {}).get("ne") for arm in arms]
             auc = [by_arm.get(arm, {}).get("auc") for arm in arms]
-            rows.append([f"{surface} · {objective}", by_arm["FM"]["rows"], *ne, floor, *auc])
-    head = ["surface · objective", "rows", *(f"NE {a}" for a in arms), "Bayes", *(f"AUC {a}" for a in arms)]
+            share = report["headroom"].get(surface, {}).get(objective, {}).get("A3")
+            rows.append([f"{surface} · {objective}", by_arm["FM"]["rows"], *ne, floor, share, *auc])
+    head = ["surface · objective", "rows", *(f"NE {a}" for a in arms), "Bayes", "A3 headroom", *(f"AUC {a}" for a in arms)]
     made = [table("Quality on the last day (lower NE is better)", head, rows)]
     if report["top_slot_value"]:
         made.append(table("True expected value of the top slot", ["arm", "value"], list(report["top_slot_value"].items())))

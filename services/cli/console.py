@@ -22,6 +22,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+_FILE_WIDTH = 160
+"""Columns of a table that is not written to a terminal."""
 Advance = Callable[[int, int], None]
 
 
@@ -34,7 +36,7 @@ class Console:
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
         self._err = RichConsole(stderr=True, quiet=as_json, highlight=False)
-        self._out = RichConsole(highlight=False)
+        self._out = RichConsole(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
     def say(self, text: str) -> None:
         """A line of news."""

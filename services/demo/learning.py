@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from prometheus_client import CollectorRegistry
 
 from feature_store.layout import column_index
@@ -68,6 +69,7 @@ def learn_foundation(
         train_to_ms=days.annotate_ms,
         fit=FitConfig(batch_requests=config.batch_requests),
     )
+    torch.set_num_threads(1)  # batches are read on the other core meanwhile; two threads fighting over it are slower
     metrics, ceiling = LoopFmMetrics(CollectorRegistry()), measure_ceiling()
     learned: Learned | None = None
     flops = seconds = rows = 0.0

@@ -17,10 +17,10 @@ from feature_store.importing.mapped import import_mapped
 from feature_store.online import open_store
 from feature_store.replay import Replay
 from feature_store.world import generate
-from model.solaris.pair import pair_space_id
 from services.cli.console import Console
 from services.cli.home import DATASETS, Home
 from services.cli.processes import Ports, free_base_port, platform
+from services.cli.routes import write_routes
 from services.cli.traces import read_spans
 from services.demo import summary
 from services.demo.config import Days, DemoConfig, days_of
@@ -47,7 +47,7 @@ def run_demo(config: DemoConfig, home: Home, console: Console, *, data: Path | N
             learn_verticals(config, replay, days, home.models_root, learned, console)
         with _stage("materialize", stages), console.progress("online rows") as advance:
             materialize(replay, store, until_ms=days.test_ms, progress=advance)
-    write_routes(home, replay.spec.surfaces, replay.spec.objectives, learned)
+    write_routes(home, replay.spec, learned.verticals)
     with _stage("serve", stages):
         served = _serve(config, home, replay, days, learned, console)
     report = _report(replay, days, learned, served, home, stages, rejects)
@@ -76,36 +76,6 @@ def _load(config: DemoConfig, home: Home, console: Console, data: Path | None) -
 def _days(config: DemoConfig, replay: Replay) -> Days:
     at = replay.impressions.event_ms
     return days_of(config, int(at.min()), int(at.max()) + 1)
-
-
-def write_routes(home: Home, surfaces: tuple[str, ...], objectives: tuple[str, ...], learned: Learned) -> None:
-    """A route table with the standard arms: most users get everything, a tenth each less of it."""
-    import yaml
-
-    shares = {"A0": 1000, "A1": 1000, "A2": 1000, "A3": 7000}
-    weights = {name: summary.WORTH.get(name, 0.0) for name in objectives if name in summary.WORTH} or {objectives[0]: 1.0}
-    table = {
-        "version": 1,
-        "surfaces": {
-            surface: {
-                "salt": f"{surface}-ranking",
-                "value_weights": weights,
-                "arms": [_arm(surface, name, share, learned) for name, share in shares.items()],
-            }
-            for surface in surfaces
-            if f"{surface}-a0" in learned.verticals
-        },
-    }
-    home.routes_path.write_text(yaml.safe_dump(table, sort_keys=False))
-
-
-def _arm(surface: str, name: str, share: int, learned: Learned) -> dict[str, Any]:
-    arm: dict[str, Any] = {"name": name, "model": f"{surface}-{name.lower()}", "weight": share}
-    if name in ("A2", "A3"):
-        arm |= {"loopfm": True, "loopfm_space_id": learned.space_id.hex(), "loopfm_dim": 64}
-    if name == "A3":
-        arm |= {"solaris": True, "solaris_space_id": pair_space_id(learned.space_id).hex(), "solaris_dim": 64}
-    return arm
 
 
 def _serve(

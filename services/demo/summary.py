@@ -16,13 +16,11 @@ from feature_store.replay import Replay
 from model.training import metrics
 from model.training.evaluate import POOLED, Evaluation, Predictions, SliceMetrics
 from model.training.metrics import Undefined
+from services.cli.routes import WORTH
 from services.cli.traces import Span, waterfall
 from services.demo.config import Days
 from services.demo.learning import Learned
 from services.demo.serving import Served
-
-WORTH = {"click": 1.0, "conversion": 5.0, "purchase": 20.0}
-"""What an outcome is worth in the expected value of a top slot."""
 
 
 def quality(learned: Learned) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
