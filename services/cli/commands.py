@@ -149,7 +149,8 @@ def annotate(console: Console, home: Home, *, since: str | None, until: str | No
     from model.training.published import load_foundation
     from services.loopfm.memory import MemoryWriter
     from services.loopfm.metrics import LoopFmMetrics
-    from services.loopfm.writer import Annotator, Pinned
+    from services.loopfm.records import Pinned
+    from services.loopfm.writer import Annotator
 
     replay, (_, last) = _replay(console, home)
     loaded = load_foundation(home.models_root / _FOUNDATION, replay.spec)

@@ -33,7 +33,8 @@ from services.cli.console import Advance, Console
 from services.demo.config import Days, DemoConfig
 from services.loopfm.memory import MemoryWriter
 from services.loopfm.metrics import LoopFmMetrics
-from services.loopfm.writer import Annotator, Pinned
+from services.loopfm.records import Pinned
+from services.loopfm.writer import Annotator
 from services.solaris.lifetimes import Lifetimes
 from services.solaris.replay import PairReplay
 
@@ -132,8 +133,7 @@ def pairs_as_of(config: DemoConfig, replay: Replay, days: Days, space_id: bytes)
         level=np.full(len(log), 4, dtype=np.int32),
         meta=np.zeros((len(log), 3), dtype=np.float32),
     )
-    for mine, theirs in zip(out, read, strict=True):
-        mine[rows] = theirs
+    out.q[rows], out.scale[rows], out.level[rows], out.meta[rows] = read
     return out
 
 

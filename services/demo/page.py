@@ -16,6 +16,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 ARMS = ("FM", "A0", "A1", "A2", "A3")
 _COLORS = {"FM": "#1b1b1b", "A0": "#b9c0c9", "A1": "#8fb3d9", "A2": "#4c86c0", "A3": "#12508f"}
@@ -86,7 +87,7 @@ def _plot_quality(report: Mapping[str, Any]) -> Figure:
     axes.invert_yaxis()
     axes.set_xlabel("normalized entropy (lower is better; | marks what no model can beat)")
     axes.grid(axis="x", color="#eee")
-    handles = [plt.Line2D([], [], marker="o", ls="", color=_COLORS[arm], label=arm) for arm in ARMS]
+    handles = [Line2D([], [], marker="o", ls="", color=_COLORS[arm], label=arm) for arm in ARMS]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncol=5, frameon=False)
     return figure
 

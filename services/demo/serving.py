@@ -135,12 +135,12 @@ def _rank(
         served.levels[window].update(LEVELS[ad.level] for ad in answer.ads)
 
 
-def _traced() -> list[tuple[str, str]]:
+def _traced() -> tuple[tuple[str, str], ...]:
     """Headers that make the client the root of the trace."""
     headers: dict[str, str] = {}
     with trace.get_tracer("gem.demo").start_as_current_span("request"):
         propagate.inject(headers)
-    return [(name.lower(), value) for name, value in headers.items()]
+    return tuple((name.lower(), value) for name, value in headers.items())
 
 
 def _events(replay: Replay, shown: Rows) -> Iterator[Event]:

@@ -1,0 +1,96 @@
+"""Times the jagged CPU paths against padding everything to the longest sequence.
+
+    python -m benchmarks.kernels --json OUT
+
+Knows shapes. Does not know models. Floor: FLOPs over actual lengths at the machine's matrix-multiplication rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measure import alternate, finish, parser
+from model.kernels.block_attention import block_attention, blocks
+from model.kernels.gdpa import ACTIVATIONS, gdpa
+from model.kernels.jagged_attention import jagged_attention
+from model.nn.jagged import Jagged, jagged
+
+Run = Callable[[], Tensor]
+HEADS, WIDTH, KEYS, SEEDS, BLOCK = 4, 16, 16, 32, 64
+
+
+def main() -> None:
+    """Runs every pair alternately and prints medians, spread and ratios."""
+    options = parser(__doc__.split("\n", 1)[0] if __doc__ else "").parse_args()
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    rows, cells = [], []
+    sizes = ((16, 256),) if options.quick else ((64, 256), (32, 1024), (8, 4096))
+    for sequences, longest in sizes:
+        lengths = torch.randint(1, longest + 1, (sequences,), generator=generator)
+        lengths[0] = longest
+        for name, ours, naive in _pairs(lengths, longest, generator):
+            times = alternate({"ours": ours, "padded": naive}, rounds=3 if options.quick else 9)
+            ratio = times["padded"].median / times["ours"].median
+            fill = float(lengths.float().mean() / longest)
+            cells.append({"op": name, "sequences": sequences, "longest": longest, "fill": fill, "times": times, "ratio": ratio})
+            own, other = times["ours"], times["padded"]
+            rows.append(
+                [f"{name} {sequences}×{longest}", fill, own.median * 1e3, (own.high - own.low) * 1e3, other.median * 1e3, ratio]
+            )
+    columns = ["op", "fill", "ours ms", "spread ms", "padded ms", "padded / ours"]
+    finish({"benchmark": "jagged kernels on one thread", "cells": cells}, out=options.json, columns=columns, rows=rows)
+
+
+def _pairs(lengths: Tensor, longest: int, generator: torch.Generator) -> Iterator[tuple[str, Run, Run]]:
+    """(op, ours, padded)."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    offsets[1:] = lengths.cumsum(0)
+    layout = jagged(offsets)
+    total = int(offsets[-1])
+    q, k, v = (torch.randn(total, HEADS, WIDTH, generator=generator) for _ in range(3))
+    keys, values = (torch.randn(len(lengths), KEYS, HEADS, WIDTH, generator=generator) for _ in range(2))
+    seeds = torch.randn(1, SEEDS, HEADS, WIDTH, generator=generator)
+    maps = blocks(layout, block=BLOCK, radius=0)
+    padded, valid = _padded((q, k, v), layout, longest)
+    wide_q, wide_k, wide_v = padded
+    yield "gdpa", lambda: gdpa(q, keys, values, layout), lambda: _padded_gdpa(wide_q, keys, values)
+    yield (
+        "block attention",
+        lambda: block_attention(q, k, v, layout, maps),
+        lambda: _padded_blocks(wide_q, wide_k, wide_v, valid),
+    )
+    yield "seed pooling", lambda: jagged_attention(seeds, k, v, layout), lambda: _padded_pool(seeds, wide_k, wide_v, valid)
+
+
+def _padded(values: tuple[Tensor, ...], layout: Jagged, longest: int) -> tuple[list[Tensor], Tensor]:
+    out = []
+    for value in values:
+        wide = value.new_zeros(layout.num_sequences, longest, HEADS, WIDTH)
+        wide[layout.sequence, layout.position] = value
+        out.append(wide.transpose(1, 2))
+    return out, torch.arange(longest) < layout.lengths[:, None]
+
+
+def _padded_gdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.permute(0, 2, 3, 1) / WIDTH**0.5
+    return ACTIVATIONS["gelu"](scores) @ v.transpose(1, 2)
+
+
+def _padded_blocks(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+    block = torch.arange(q.shape[2]) // BLOCK
+    same = block[:, None] == block[None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=same & valid[:, None, None, :] | torch.eye(len(block), dtype=torch.bool))
+
+
+def _padded_pool(seeds: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+    q = seeds.transpose(1, 2).expand(len(k), -1, -1, -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None, :])
+
+
+if __name__ == "__main__":
+    main()
