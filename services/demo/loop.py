@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from feature_store.importing.kuairand import import_kuairand, is_kuairand
 from feature_store.importing.mapped import import_mapped
 from feature_store.online import open_store
@@ -27,6 +29,8 @@ from services.demo.config import Days, DemoConfig, days_of
 from services.demo.learning import Learned, learn_foundation, learn_verticals
 from services.demo.page import render
 from services.demo.serving import Served, replay_day
+from services.runtime import telemetry
+from services.runtime.telemetry import TelemetrySettings
 from services.sequence.materialize import materialize
 
 _STORE_SECONDS = 30.0
@@ -87,7 +91,8 @@ def _serve(
         home, ports, models, foundation=learned.foundation, clock="request", lifetime_factor=config.lifetime_factor
     )
     console.say("starting six services …")
-    with running:
+    client = TelemetrySettings(service_name="client", trace_file=home.trace_path / "client.jsonl")
+    with running, telemetry.started(client, CollectorRegistry()):
         return replay_day(replay, days, ports, home.store_url, requests=config.requests, console=console)
 
 

@@ -42,6 +42,7 @@ def render(report: Mapping[str, Any]) -> str:
     """The page as HTML text; needs nothing from elsewhere."""
     sections = [
         ("Quality on the test rows", _quality_table(report) + _figure(_plot_quality(report))),
+        ("What the top slot is truly worth", _worth_table(report)),
         ("Knowledge levels of scored candidates", _figure(_plot_coverage(report))),
         ("Latency by hop", _latency_table(report) + _figure(_plot_latency(report))),
         ("One request, end to end", _waterfall(report.get("trace") or {})),
@@ -76,6 +77,13 @@ def _quality_table(report: Mapping[str, Any]) -> str:
         )
     head = ["surface · objective", "rows", *(f"NE {arm}" for arm in ARMS), "NE Bayes", *(f"AUC {arm}" for arm in ARMS)]
     return _table(head, rows)
+
+
+def _worth_table(report: Mapping[str, Any]) -> str:
+    worth = report.get("top_slot_value") or {}
+    if not worth:
+        return "<p class=note>Only a generated world knows.</p>"
+    return _table(["arm", "mean true expected value"], [[name, _number(value)] for name, value in worth.items()])
 
 
 def _plot_quality(report: Mapping[str, Any]) -> Figure:

@@ -19,7 +19,8 @@ from gem.router.v1 import router_service_pb2 as messages
 from gem.router.v1 import router_service_pb2_grpc
 from gem.sequence.v1 import sequence_service_pb2, sequence_service_pb2_grpc
 from gem.solaris.v1.solaris_service_pb2 import KnowledgeLevel
-from opentelemetry import propagate, trace
+from opentelemetry import propagate
+from opentelemetry.trace import SpanKind
 
 from feature_store.asof import NEVER
 from feature_store.replay import Replay
@@ -27,6 +28,7 @@ from feature_store.streams import Stream, open_stream
 from services.cli.console import Console
 from services.cli.processes import Ports
 from services.demo.config import Days
+from services.runtime import telemetry
 
 Rows = npt.NDArray[np.int64]
 
@@ -118,11 +120,15 @@ def _rank(
         candidates=[messages.Candidate(ad_id=str(ad), bid=1.0) for ad in dict.fromkeys(log.ad_key[shown].tolist())],
     )
     start = time.perf_counter()
-    try:
-        answer = stub.Rank(request, timeout=_CALL_SECONDS, metadata=_traced())
-    except grpc.RpcError as error:
-        served.errors[error.code().name] += 1
-        return
+    with telemetry.span("request", kind=SpanKind.CLIENT, root=True, surface=request.surface):
+        headers: dict[str, str] = {}
+        propagate.inject(headers)
+        metadata = tuple((name.lower(), value) for name, value in headers.items())
+        try:
+            answer = stub.Rank(request, timeout=_CALL_SECONDS, metadata=metadata)
+        except grpc.RpcError as error:
+            served.errors[error.code().name] += 1
+            return
     served.latency_ms.append((time.perf_counter() - start) * 1000)
     served.requests += 1
     served.candidates += len(answer.ads)
@@ -133,14 +139,6 @@ def _rank(
         served.levels.append(Counter())
     if answer.arm == "A3":
         served.levels[window].update(LEVELS[ad.level] for ad in answer.ads)
-
-
-def _traced() -> tuple[tuple[str, str], ...]:
-    """Headers that make the client the root of the trace."""
-    headers: dict[str, str] = {}
-    with trace.get_tracer("gem.demo").start_as_current_span("request"):
-        propagate.inject(headers)
-    return tuple((name.lower(), value) for name, value in headers.items())
 
 
 def _events(replay: Replay, shown: Rows) -> Iterator[Event]:
