@@ -124,6 +124,8 @@ class Follower:
         first_ms, last_ms = int(impressions.event_ms.min()), int(impressions.event_ms.max())
         known = self._sink.known(first_ms, last_ms + 1, alone=False)
         held = {bytes(name) for name in known}
+        # A backfill may have written the table alone: what serving reads must not lack what training has.
+        self._sink.restore(held & set(map(bytes, impressions.example_id)), first_ms, last_ms + 1)
         keep = np.zeros(len(impressions.event_ms), dtype=np.bool_)
         for row, name in enumerate(map(bytes, impressions.example_id)):
             keep[row] = name not in held

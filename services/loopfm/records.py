@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -202,6 +202,24 @@ def memory_entries(said: Said, shape: Shape) -> tuple[Ints, Entries]:
     )
     entries["label_ms"] = rows.label_ms
     return rows.user_key, entries
+
+
+RESTORED = ("example_id", "request_id", "user_key", "surface", "event_ms", "available_ms", "z_q")
+"""Columns of an annotation that make a memory entry."""
+
+
+def restored_entries(rows: Sequence[dict[str, Any]], shape: Shape, surfaces: Sequence[str]) -> Entries:
+    """Memory entries [n] of rows of the `annotations` table."""
+    codes = np.frombuffer(b"".join(row["z_q"] for row in rows), dtype=np.uint8)
+    return shape.entries(
+        [row["example_id"] for row in rows],
+        requests=[row["request_id"] for row in rows],
+        event_ms=[row["event_ms"] for row in rows],
+        available_ms=[row["available_ms"] for row in rows],
+        source=0,
+        surface=[surfaces.index(row["surface"]) for row in rows],
+        q=codes.reshape(len(rows), -1),
+    )
 
 
 def _bytes(rows: npt.NDArray[np.generic]) -> list[bytes]:

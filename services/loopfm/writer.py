@@ -27,6 +27,7 @@ from feature_store.tables import Tables, between
 from services.loopfm.memory import Label, MemoryWriter
 from services.loopfm.metrics import ANNOTATION, LoopFmMetrics
 from services.loopfm.records import (
+    RESTORED,
     Delay,
     Impressions,
     Pinned,
@@ -35,6 +36,7 @@ from services.loopfm.records import (
     forward_name,
     memory_entries,
     pair_rows,
+    restored_entries,
     said_of,
 )
 
@@ -95,6 +97,17 @@ class Sink:
                 f"a stretch is annotated by one snapshot: begin {self._pinned.model_version} after them"
             )
         return np.frombuffer(b"".join(table["example_id"].to_pylist()), dtype="V16")
+
+    def restore(self, names: set[bytes], from_ms: int, to_ms: int) -> None:
+        """Makes sure that memories hold what the table says of some examples of a stretch, without a forward."""
+        if self._memory is None or not names:
+            return
+        where = (ds.field("space_id") == self.space_id) & between("event_ms", from_ms, to_ms)
+        table = self._tables.read("annotations", columns=RESTORED, where=where & ~ds.field("self_label_seen"))
+        rows = [row for row in table.to_pylist() if row["example_id"] in names]
+        if rows:
+            users = np.array([row["user_key"] for row in rows], dtype=np.int64)
+            self._memory.append(users, restored_entries(rows, self._memory.shape, self._surfaces))
 
     def write(self, parts: list[Said]) -> int:
         """Writes what some forwards said; returns memories written."""

@@ -323,6 +323,25 @@ def test_a_kill_between_writing_and_acknowledging_doubles_nothing(home: SimpleNa
     assert forwards(home, "annotation") == 1
 
 
+def test_what_a_backfill_wrote_to_the_table_alone_reaches_the_memory_without_a_forward(
+    home: SimpleNamespace, stream: Stream
+) -> None:
+    annotator(home, memory=None).annotate(DAYS[2], DAYS[3])
+    before, requests = forwards(home, "annotation"), served_requests(home, 4)
+    stream.append([request.SerializeToString() for request in requests])
+    follower(home, stream).turn()
+    assert forwards(home, "annotation") == before
+    table = {row["example_id"]: row for row in home.replay.tables.read("annotations").to_pylist()}
+    memory, served = memory_of(home), {request.request_id for request in requests}
+    held = {}
+    for user in {int(request.user_id) for request in requests}:
+        held |= {row["high"].tobytes()[::-1] + row["low"].tobytes()[::-1]: row for row in memory.read(user).rows}
+    wanted = {name for name, row in table.items() if row["request_id"] in served}
+    assert wanted <= set(held)
+    assert all(held[name]["q"].tobytes() == table[name]["z_q"] for name in wanted)
+    assert all(held[name]["available_ms"] == table[name]["available_ms"] for name in wanted)
+
+
 def test_what_cannot_be_annotated_is_counted_and_stops_nothing(home: SimpleNamespace, stream: Stream) -> None:
     good, *bad = served_requests(home, 6)
     bad[0].shadow = True
