@@ -61,7 +61,7 @@ def _pairs(lengths: Tensor, longest: int, generator: torch.Generator) -> Iterato
     yield "gdpa", lambda: gdpa(q, keys, values, layout), lambda: _padded_gdpa(wide_q, keys, values)
     yield (
         "block attention",
-        lambda: block_attention(q, k, v, layout, maps),
+        lambda: block_attention(q, k, v, maps),
         lambda: _padded_blocks(wide_q, wide_k, wide_v, valid),
     )
     yield "seed pooling", lambda: jagged_attention(seeds, k, v, layout), lambda: _padded_pool(seeds, wide_k, wide_v, valid)

@@ -29,8 +29,8 @@ class Sequence(NamedTuple):
     values_TD: Tensor
     layout: Jagged
     blocks: Blocks
-    angles: Tensor
-    """[T, d_h/2] rotary temporal angles."""
+    turns: Tensor
+    """[T, d_h/2] rotary temporal angles, as complex numbers of length 1."""
 
 
 class PersonalizedFeedForward(nn.Module):
@@ -66,10 +66,10 @@ class BlockSelfAttention(nn.Module):
     def forward(self, s: Sequence) -> Tensor:
         """[T, D]"""
         qkv = self.qkv(rms_norm(s.values_TD)).unflatten(-1, (3 * self.heads, -1))
-        q, k, v = qkv.chunk(3, dim=1)
-        q, k = rotate(rms_norm(q), s.angles), rotate(rms_norm(k), s.angles)
-        v = rotate(v, s.angles) if self.rotate_values else v
-        return s.values_TD + self.out(block_attention(q, k, v, s.layout, s.blocks).flatten(1))
+        qk, v = qkv.split([2 * self.heads, self.heads], dim=1)
+        q, k = rotate(rms_norm(qk), s.turns).chunk(2, dim=1)
+        v = rotate(v, s.turns) if self.rotate_values else v
+        return s.values_TD + self.out(block_attention(q, k, v, s.blocks).flatten(1))
 
 
 class KunlunLayer(nn.Module):
@@ -110,7 +110,7 @@ class KunlunLayer(nn.Module):
             h_RKD = self.pooling(s.values_TD, s.layout)
         assert h_RKD is not None, "layer 0 pools"
         summary = self.candidate_summary(x_NtD)
-        crossed = self.interaction(torch.cat([summary, h_RKD[request_N]], dim=1))
+        crossed = self.interaction(torch.cat([summary, h_RKD.index_select(0, request_N)], dim=1))
         values = s.values_TD
         if self.pffn is not None and len(values):
             context = summary

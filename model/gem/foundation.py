@@ -28,7 +28,7 @@ from model.nn.jagged import jagged, newest, reverse
 from model.nn.norm import rms_norm
 from model.nn.numeric import PiecewiseLinear
 from model.nn.shape import InputShape, input_shape
-from model.nn.time import LogBuckets, gap_log, rote_angles
+from model.nn.time import LogBuckets, gap_log, rote_angles, turns
 
 DAY_MS, HOUR_MS = 86_400_000, 3_600_000
 
@@ -80,7 +80,7 @@ class FoundationModel(nn.Module):
         """Logits and taps of every candidate; a candidate's do not depend on the others."""
         request_N = batch.request_of_candidate
         c_RcD, a_NaD, s = self.tokens(batch, self.embeddings)
-        x_NtD = torch.cat([c_RcD[request_N], a_NaD], dim=1)
+        x_NtD = torch.cat([c_RcD.index_select(0, request_N), a_NaD], dim=1)
         if self.config.pffn_context == "candidate":
             s, c_RcD = _repeat(s, request_N, self.config), x_NtD
             request_N = torch.arange(len(x_NtD), device=x_NtD.device)
@@ -91,7 +91,7 @@ class FoundationModel(nn.Module):
             crossed.append(x_NtD.flatten(1))
         assert h_RKD is not None
         read_ND = self.read(a_NaD.mean(1), s, request_N)
-        flat = torch.cat([x_NtD.flatten(1), h_RKD[request_N].flatten(1), read_ND], dim=1)
+        flat = torch.cat([x_NtD.flatten(1), h_RKD.index_select(0, request_N).flatten(1), read_ND], dim=1)
         logits, hidden = self.heads(flat, batch.surface.long()[batch.request_of_candidate])
         return FoundationOutput(logits, (crossed[0], crossed[len(crossed) // 2], hidden))
 
@@ -162,7 +162,8 @@ class Tokenizer(nn.Module):
         )
         tau = gap_log(event_ms, request_ms, scale_ms=1000 * config.time_scale_seconds)
         angles = rote_angles(layout.position, tau, config.width // config.heads)
-        return Sequence(values, layout, blocks(layout, block=config.block, radius=config.radius), angles)
+        maps = blocks(layout, block=config.block, radius=config.radius)
+        return Sequence(values, layout, maps, turns(angles))
 
 
 class EventProjection(nn.Module):
@@ -238,4 +239,4 @@ def _repeat(s: Sequence, request_N: Tensor, config: GemConfig) -> Sequence:
     layout = jagged(offsets)
     rows = s.layout.offsets[:-1][request_N][layout.sequence] + layout.position
     maps = blocks(layout, block=config.block, radius=config.radius)
-    return Sequence(s.values_TD[rows], layout, maps, s.angles[rows])
+    return Sequence(s.values_TD.index_select(0, rows), layout, maps, s.turns[rows])

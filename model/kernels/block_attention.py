@@ -8,24 +8,26 @@ Token i attends token j of its sequence iff |⌊i/b⌋ − ⌊j/b⌋| ≤ r: a w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.nn.jagged import Jagged
+from model.nn.jagged import Jagged, gather, scatter
 
 
 class Blocks(NamedTuple):
     """The index maps of a batch's blocks, computed once a batch."""
 
-    tokens: Tensor
-    """[B, b] token of each place; T where there is none."""
-    neighbours: Tensor
-    """[B, 2r+1] blocks within the radius; B where there is none."""
-    unblock: Tensor
-    """[T] place of each token."""
+    block: int
+    radius: int
+    count: int
+    """B, of all sequences, one sequence after the other."""
+    place: Tensor
+    """[T] place of each token among the B · b of all blocks."""
+    visible: Tensor
+    """[B, (2r+1) · b] whether a place of the blocks in reach holds a token of the same sequence."""
 
 
 def blocks(layout: Jagged, *, block: int, radius: int) -> Blocks:
@@ -36,29 +38,49 @@ def blocks(layout: Jagged, *, block: int, radius: int) -> Blocks:
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
     first = counts.cumsum(0) - counts
     number = torch.arange(total, device=device) - first[sequence]
-    place = number[:, None] * block + torch.arange(block, device=device)
-    valid = place < lengths[sequence][:, None]
-    tokens = torch.where(valid, layout.offsets[:-1][sequence][:, None] + place, int(layout.offsets[-1]))
-    near = number[:, None] + torch.arange(-radius, radius + 1, device=device)
-    inside = (near >= 0) & (near < counts[sequence][:, None])
-    neighbours = torch.where(inside, first[sequence][:, None] + near, total)
-    unblock = (first[layout.sequence] + layout.position // block) * block + layout.position % block
-    return Blocks(tokens, neighbours, unblock)
+    reach = torch.arange(-radius * block, (radius + 1) * block, device=device)
+    position = (number * block)[:, None] + reach
+    visible = (position >= 0) & (position < lengths[sequence][:, None])
+    return Blocks(
+        block, radius, total, first[layout.sequence] * block + layout.position, visible
+    )
 
 
-def block_attention(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged, maps: Blocks) -> Tensor:
-    """[T, H, d]; one dense product a block and its neighbours."""
-    total = len(q_THd)
-    if not total:
+def block_attention(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, maps: Blocks) -> Tensor:
+    """[T, H, d]; one dense product a block with the blocks in its reach."""
+    if not len(q_THd):
         return q_THd
-    heads, width = q_THd.shape[1:]
-    count, block = maps.tokens.shape
-    q = _padded(q_THd)[maps.tokens].transpose(1, 2)
-    near = torch.cat([maps.tokens, maps.tokens.new_full((1, block), total)])[maps.neighbours].flatten(1)
-    k, v = _padded(k_THd)[near].transpose(1, 2), _padded(v_THd)[near].transpose(1, 2)
-    mask = (near < total)[:, None, None, :]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return out.transpose(1, 2).reshape(count * block, heads, width)[maps.unblock]
+    q = scatter(q_THd, maps.place, maps.count * maps.block).unflatten(0, (maps.count, maps.block))
+    k, v = _in_reach(k_THd, maps), _in_reach(v_THd, maps)
+    mask = maps.visible[:, None, None, :]
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
+    return gather(out.transpose(1, 2).flatten(0, 1), maps.place)
+
+
+def _in_reach(x_THd: Tensor, maps: Blocks) -> Tensor:
+    """[B, H, (2r+1) · b, d]: neighbouring blocks lie side by side, so reaches overlap and nothing is copied."""
+    margin = maps.radius * maps.block
+    places = scatter(x_THd, maps.place + margin, maps.count * maps.block + 2 * margin)
+    out: Tensor = _Reach.apply(places, maps.block, maps.radius)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+    return out
+
+
+class _Reach(torch.autograd.Function):
+    """Overlapping windows of (2r+1) · b rows, one a block; the gradient adds what overlaps."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, block: int, radius: int) -> Tensor:
+        ctx.block, ctx.radius = block, radius
+        return places.unfold(0, (2 * radius + 1) * block, block).permute(0, 1, 3, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        count, reach = len(gradient), 2 * ctx.radius + 1
+        parts = gradient.transpose(1, 2).unflatten(1, (reach, ctx.block))
+        out = gradient.new_zeros(count + reach - 1, *parts.shape[2:])
+        for shift in range(reach):
+            out[shift : shift + count] += parts[:, shift]
+        return out.flatten(0, 1), None, None
 
 
 def block_attention_reference(
@@ -84,7 +106,3 @@ def block_attention_flops(lengths: list[int], *, block: int, radius: int, width:
         reach = sum(min(count - 1, i + radius) - max(0, i - radius) + 1 for i in range(count))
         total += 4 * reach * block * block * width
     return total
-
-
-def _padded(x: Tensor) -> Tensor:
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])

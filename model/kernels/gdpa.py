@@ -52,10 +52,11 @@ def gdpa(
     scale = alpha if alpha is not None else 1 / math.sqrt(q_THd.shape[-1])
     act = ACTIVATIONS[activation]
     parts = []
-    for bucket in layout.buckets:
-        q = pad(q_THd, bucket).transpose(1, 2)
-        k, v = k_RMHd[bucket.rows].permute(0, 2, 3, 1), v_RMHd[bucket.rows].transpose(1, 2)
-        parts.append((act(scale * (q @ k)) @ v * beta).transpose(1, 2))
+    for places, bucket in zip(pad(q_THd, layout), layout.buckets, strict=True):
+        q = places.transpose(1, 2)
+        k, v = (x.index_select(0, bucket.rows) for x in (k_RMHd, v_RMHd))
+        hidden = act(q @ k.permute(0, 2, 3, 1) * scale)
+        parts.append((hidden @ v.transpose(1, 2) * beta).transpose(1, 2))
     return unpad(parts, layout)
 
 

@@ -11,29 +11,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.nn.jagged import Jagged, pad
+from model.nn.jagged import Jagged, gather, pad, scatter
 
 
 def jagged_attention(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged) -> Tensor:
     """[R, Q, H, d]; `q_RQHd` may have one row, which every sequence shares."""
-    rows, shared = layout.num_sequences, len(q_RQHd) == 1
-    out = q_RQHd.new_zeros(rows, *q_RQHd.shape[1:])
-    for bucket in layout.buckets:
-        q = (q_RQHd.expand(len(bucket.rows), -1, -1, -1) if shared else q_RQHd[bucket.rows]).transpose(1, 2)
-        k, v = pad(k_THd, bucket).transpose(1, 2), pad(v_THd, bucket).transpose(1, 2)
-        read = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.valid[:, None, None, :])
-        out = out.index_copy(0, bucket.rows, read.transpose(1, 2))
-    return out
+    shared, reads = len(q_RQHd) == 1, []
+    if not layout.buckets:
+        return q_RQHd.new_zeros(layout.num_sequences, *q_RQHd.shape[1:])
+    for k, v, bucket in zip(pad(k_THd, layout), pad(v_THd, layout), layout.buckets, strict=True):
+        rows = len(bucket.rows)
+        q = q_RQHd.expand(rows, -1, -1, -1) if shared else q_RQHd.index_select(0, bucket.rows)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = bucket.valid[:, None, None, :]
+        reads.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
+    order = torch.cat([bucket.rows for bucket in layout.buckets])
+    return scatter(torch.cat(reads), order, layout.num_sequences)
 
 
 def candidate_attention(q_NHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged, request_N: Tensor) -> Tensor:
     """[N, H, d]: each candidate's attention over the tokens of its request; candidates lie grouped by request."""
     counts = torch.bincount(request_N, minlength=layout.num_sequences)
-    most = int(counts.max()) if len(counts) else 0
+    if not len(request_N):
+        return q_NHd
+    most = int(counts.max())
     place = torch.arange(len(request_N), device=request_N.device) - (counts.cumsum(0) - counts)[request_N]
-    queries = q_NHd.new_zeros(layout.num_sequences, most, *q_NHd.shape[1:])
-    queries = queries.index_put((request_N, place), q_NHd)
-    return jagged_attention(queries, k_THd, v_THd, layout)[request_N, place]
+    place = request_N * most + place
+    queries = scatter(q_NHd, place, layout.num_sequences * most).unflatten(0, (-1, most))
+    return gather(jagged_attention(queries, k_THd, v_THd, layout).flatten(0, 1), place)
 
 
 def jagged_attention_reference(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged) -> Tensor:

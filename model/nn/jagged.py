@@ -2,13 +2,13 @@
 
 Knows offsets. Does not know what a token is.
 
-T tokens packed over R sequences, L padded length of a bucket, P = rows · L padded places of a bucket.
+T tokens packed over R sequences, L padded length of a bucket, P padded places of all buckets.
 Sequences are grouped by length so that a bucket wastes less than half of its places.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ class Bucket(NamedTuple):
 
     rows: Tensor
     """[r] sequences."""
-    tokens: Tensor
-    """[r, L] token of each place; T (one past the last) where there is none."""
     valid: Tensor
-    """[r, L]"""
+    """[r, L] whether a place holds a token."""
 
 
 class Jagged(NamedTuple):
@@ -35,7 +33,7 @@ class Jagged(NamedTuple):
     position: Tensor
     """[T] place of each token in its sequence."""
     buckets: tuple[Bucket, ...]
-    unpad: Tensor
+    place: Tensor
     """[T] where each token lies among the places of all buckets, in bucket order."""
 
     @property
@@ -51,33 +49,76 @@ class Jagged(NamedTuple):
 
 def jagged(offsets: Tensor) -> Jagged:
     """Index maps of sequences given by offsets [R+1], int64."""
-    lengths = offsets.diff()
-    total = int(offsets[-1]) if len(offsets) else 0
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
-    position = torch.arange(total, device=offsets.device) - offsets[:-1][sequence]
+    lengths, device = offsets.diff(), offsets.device
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    position = torch.arange(len(sequence), device=device) - offsets[:-1][sequence]
     buckets: list[Bucket] = []
-    unpad = torch.zeros(total, dtype=torch.int64, device=offsets.device)
-    start = 0
+    start, places = torch.zeros_like(lengths), 0
     for rows in _by_length(lengths):
-        bucket = _bucket(offsets, rows, total)
-        places = torch.arange(start, start + bucket.tokens.numel(), device=offsets.device)
-        unpad[bucket.tokens[bucket.valid]] = places.view_as(bucket.tokens)[bucket.valid]
-        start += bucket.tokens.numel()
-        buckets.append(bucket)
-    return Jagged(offsets, sequence, position, tuple(buckets), unpad)
+        longest = int(lengths[rows].max())
+        valid = torch.arange(longest, device=device) < lengths[rows][:, None]
+        start[rows] = places + longest * torch.arange(len(rows), device=device)
+        buckets.append(Bucket(rows, valid))
+        places += valid.numel()
+    return Jagged(offsets, sequence, position, tuple(buckets), start[sequence] + position)
 
 
-def pad(values: Tensor, bucket: Bucket) -> Tensor:
-    """Places [r, L, …] of a bucket from tokens [T, …]; zeros where there is none."""
-    zero = values.new_zeros(1, *values.shape[1:])
-    return torch.cat([values, zero])[bucket.tokens]
+def pad(values: Tensor, layout: Jagged) -> list[Tensor]:
+    """Places [r, L, …] of every bucket from tokens [T, …]; zeros where there is none."""
+    sizes = [bucket.valid.numel() for bucket in layout.buckets]
+    parts = scatter(values, layout.place, sum(sizes)).split(sizes)
+    return [
+        part.unflatten(0, bucket.valid.shape)
+        for part, bucket in zip(parts, layout.buckets, strict=True)
+    ]
 
 
 def unpad(parts: list[Tensor], layout: Jagged) -> Tensor:
     """Tokens [T, …] from the places [r, L, …] of every bucket."""
     if not parts:
         raise ValueError("no bucket to take tokens from; a batch without tokens has nothing to unpad")
-    return torch.cat([part.flatten(0, 1) for part in parts])[layout.unpad]
+    return gather(torch.cat([part.flatten(0, 1) for part in parts]), layout.place)
+
+
+def scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """[size, …] zeros with row i of `values` at `index[i]`; no index occurs twice."""
+    out: Tensor = _Scatter.apply(values, index, size)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+    return out
+
+
+def gather(values: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` of `values`; no index occurs twice."""
+    out: Tensor = _Gather.apply(values, index)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+    return out
+
+
+class _Scatter(torch.autograd.Function):
+    """Transpose of `_Gather`: since no row meets another, neither direction accumulates."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return values.new_zeros(size, *values.shape[1:]).index_copy_(0, index, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return gather(gradient, index), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Transpose of `_Scatter`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.size = len(values)
+        return values.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return scatter(gradient, index, ctx.size), None
 
 
 def reverse(offsets: Tensor) -> Tensor:
@@ -106,11 +147,3 @@ def _by_length(lengths: Tensor) -> list[Tensor]:
         return []
     level = torch.log2(lengths[rows].double()).ceil().long()
     return [rows[level == value] for value in level.unique().tolist()]
-
-
-def _bucket(offsets: Tensor, rows: Tensor, total: int) -> Bucket:
-    lengths = offsets.diff()[rows]
-    place = torch.arange(int(lengths.max()), device=offsets.device)
-    valid = place < lengths[:, None]
-    tokens = torch.where(valid, offsets[rows][:, None] + place, total)
-    return Bucket(rows, tokens, valid)

@@ -5,6 +5,9 @@ Knows one axis, the last. Does not know heads.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,5 +20,30 @@ def layer_norm(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last axis, affine-free."""
-    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+    """RMSNorm over the last axis, affine-free: x / √(mean x² + 1e-5)."""
+    if not x.requires_grad:
+        return F.rms_norm(x, x.shape[-1:], eps=EPS)
+    normal: Tensor = _RootMeanSquare.apply(x)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+    return normal
+
+
+class _RootMeanSquare(torch.autograd.Function):
+    """y = x·s, s = 1/√(mean x² + ε); dx = s·(dy − y·mean(dy·y)).
+
+    Torch 2 composes it of ten recorded operations on a CPU, at more than twice the time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = scale.square_().div_(x.shape[-1]).add_(EPS).rsqrt_()
+        normal = x * scale
+        ctx.save_for_backward(normal, scale)
+        return normal
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        normal, scale = ctx.saved_tensors
+        along = (gradient * normal).mean(-1, keepdim=True)
+        return torch.addcmul(gradient, normal, along, value=-1).mul_(scale)

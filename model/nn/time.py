@@ -28,11 +28,15 @@ def rote_angles(position: Tensor, tau: Tensor, width: int, *, base: float = 10_0
     return position.float()[:, None] * theta + tau[:, None] * phi
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates interleaved pairs of x [T, H, d_h] by angles [T, d_h/2]; norms stay."""
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+def turns(angles: Tensor) -> Tensor:
+    """e^{i·angle} [T, d_h/2], computed once for all that turns by these angles."""
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotates interleaved pairs of x [T, H, d_h], as complex numbers, by turns [T, d_h/2]; norms stay."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
 
 
 class LogBuckets(nn.Module):

@@ -34,7 +34,7 @@ from model.nn.norm import layer_norm, rms_norm
 from model.nn.numeric import PiecewiseLinear
 from model.nn.pooling import HierarchicalSeedPooling, SumKronLinear, sum_kron_reference
 from model.nn.shape import DenseColumn, IdColumn
-from model.nn.time import gap_log, rotate, rote_angles
+from model.nn.time import gap_log, rotate, rote_angles, turns
 
 WORLD = Path(__file__).resolve().parents[2] / "feature_store/datasets/world.yaml"
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65]), min_size=1, max_size=5)
@@ -97,7 +97,7 @@ def test_block_attention_equals_dense_attention_with_the_block_mask(lengths: lis
     q, k, v = (normal(sum(lengths), 2, 4, seed=i).requires_grad_() for i in range(3))
     maps = blocks(layout, block=block, radius=radius)
     same_gradients(
-        block_attention(q, k, v, layout, maps),
+        block_attention(q, k, v, maps),
         block_attention_reference(q, k, v, layout, block=block, radius=radius),
         q, k, v,
     )  # fmt: skip
@@ -107,9 +107,9 @@ def test_a_token_outside_the_blocks_in_reach_changes_nothing_to_the_bit() -> Non
     layout = layout_of([40])
     q, k, v = (normal(40, 2, 4, seed=i) for i in range(3))
     maps = blocks(layout, block=8, radius=1)
-    before = block_attention(q, k, v, layout, maps)
+    before = block_attention(q, k, v, maps)
     k[30], v[30] = 100.0, 100.0
-    after = block_attention(q, k, v, layout, maps)
+    after = block_attention(q, k, v, maps)
     assert torch.equal(before[:16], after[:16])
     assert not torch.equal(before[16:40], after[16:40])
 
@@ -179,10 +179,10 @@ def test_one_expert_is_the_expert_and_concat_lays_tokens_side_by_side() -> None:
 def test_rotation_keeps_norms_and_depends_on_relative_angles_only() -> None:
     x, y = normal(4, 2, 8), normal(4, 2, 8, seed=1)
     a, b, shift = normal(4, 4, seed=2), normal(4, 4, seed=3), normal(4, 4, seed=4)
-    torch.testing.assert_close(rotate(x, a).norm(dim=-1), x.norm(dim=-1))
-    before = (rotate(x, a) * rotate(y, b)).sum(-1)
-    torch.testing.assert_close((rotate(x, a + shift) * rotate(y, b + shift)).sum(-1), before)
-    torch.testing.assert_close(rotate(rotate(x, a), -a), x)
+    torch.testing.assert_close(rotate(x, turns(a)).norm(dim=-1), x.norm(dim=-1))
+    before = (rotate(x, turns(a)) * rotate(y, turns(b))).sum(-1)
+    torch.testing.assert_close((rotate(x, turns(a + shift)) * rotate(y, turns(b + shift))).sum(-1), before)
+    torch.testing.assert_close(rotate(rotate(x, turns(a)), turns(-a)), x)
 
 
 def test_time_is_read_relative_to_the_request_in_integers() -> None:
