@@ -3,7 +3,7 @@
 Knows X, S and their summaries. Does not know features, time or heads.
 
 R requests, N candidates (N = R in candidate mode), T events packed, D width; X [N, t, D] tokens of a candidate,
-C [R, c, D] tokens of a request, S [T, D] events, H [R, K, D] summary of the sequence.
+C [R, c, D] tokens of a request, S [T, D] events of a stream, H [R, K, D] summaries of all streams.
 """
 
 from __future__ import annotations
@@ -72,18 +72,42 @@ class BlockSelfAttention(nn.Module):
         return s.values_TD + self.out(block_attention(q, k, v, s.blocks).flatten(1))
 
 
+class StreamLayer(nn.Module):
+    """The parts that the schedule gives one layer for one stream of events; what it leaves out passes by unchanged."""
+
+    def __init__(self, config: GemConfig, layer: int) -> None:
+        super().__init__()
+        parts, width = config.parts(layer), config.width
+        self.pffn = PersonalizedFeedForward(width, config.heads) if "pffn" in parts else None
+        self.attention = (
+            BlockSelfAttention(width, config.heads, rotate_values=config.rotate_values)
+            if "attention" in parts
+            else None
+        )
+
+    def forward(self, s: Sequence, context_RMD: Tensor) -> Sequence:
+        """S', given the summary of its context."""
+        if self.pffn is not None and len(s.values_TD):
+            s = s._replace(values_TD=self.pffn(s.values_TD, context_RMD, s.layout))
+        if self.attention is not None and len(s.values_TD):
+            s = s._replace(values_TD=self.attention(s))
+        return s
+
+
 class KunlunLayer(nn.Module):
-    """Interaction block, then the parts of the transformer block that the schedule gives this layer.
+    """Interaction block, then the transformer block of every stream of events.
 
     The summary that a skipped pooling leaves is the previous one, in the graph: heads and later layers train it.
     """
 
-    def __init__(self, config: GemConfig, layer: int, *, tokens: int, context_tokens: int) -> None:
+    def __init__(
+        self, config: GemConfig, layer: int, *, tokens: int, context_tokens: int, streams: int
+    ) -> None:
         super().__init__()
-        parts, width = config.parts(layer), config.width
+        parts, width, summaries = config.parts(layer), config.width, streams * config.sequence_tokens
         self.candidate_summary = WeightGen(tokens, config.summary_tokens, width)
         self.interaction = MixtureOfWukongExperts(
-            config.summary_tokens + config.sequence_tokens,
+            config.summary_tokens + summaries,
             width,
             experts=config.experts,
             factors=config.factor_tokens,
@@ -92,34 +116,34 @@ class KunlunLayer(nn.Module):
             hidden=config.hidden,
             combine=config.combine,
         )
-        self.pooling = _pooling(config) if "pooling" in parts else None
-        self.pffn = PersonalizedFeedForward(width, config.heads) if "pffn" in parts else None
-        self.attention = (
-            BlockSelfAttention(width, config.heads, rotate_values=config.rotate_values) if "attention" in parts else None
-        )
-        separate = self.pffn is not None and config.pffn_context == "request"
+        self.streams = nn.ModuleList(StreamLayer(config, layer) for _ in range(streams))
+        pooled = streams if "pooling" in parts else 0
+        self.poolings = nn.ModuleList(_pooling(config) for _ in range(pooled))
+        separate = "pffn" in parts and config.pffn_context == "request"
         self.context_summary = (
-            WeightGen(context_tokens + config.sequence_tokens, config.summary_tokens, width) if separate else None
+            WeightGen(context_tokens + summaries, config.summary_tokens, width) if separate else None
         )
 
     def forward(
-        self, x_NtD: Tensor, c_RcD: Tensor, s: Sequence, h_RKD: Tensor | None, request_N: Tensor
-    ) -> tuple[Tensor, Sequence, Tensor]:
-        """(X', S', H): both blocks read the inputs of the layer."""
-        if self.pooling is not None:
-            h_RKD = self.pooling(s.values_TD, s.layout)
+        self,
+        x_NtD: Tensor,
+        c_RcD: Tensor,
+        streams: tuple[Sequence, ...],
+        h_RKD: Tensor | None,
+        request_N: Tensor,
+    ) -> tuple[Tensor, tuple[Sequence, ...], Tensor]:
+        """(X', S' of every stream, H of all streams side by side): both blocks read the inputs of the layer."""
+        if self.poolings:
+            pairs = zip(self.poolings, streams, strict=True)
+            h_RKD = torch.cat([pooling(s.values_TD, s.layout) for pooling, s in pairs], dim=1)
         assert h_RKD is not None, "layer 0 pools"
         summary = self.candidate_summary(x_NtD)
         crossed = self.interaction(torch.cat([summary, h_RKD.index_select(0, request_N)], dim=1))
-        values = s.values_TD
-        if self.pffn is not None and len(values):
-            context = summary
-            if self.context_summary is not None:
-                context = self.context_summary(torch.cat([c_RcD, h_RKD], dim=1))
-            values = self.pffn(values, context, s.layout)
-        if self.attention is not None and len(values):
-            values = self.attention(s._replace(values_TD=values))
-        return crossed, s._replace(values_TD=values), h_RKD
+        context = summary
+        if self.context_summary is not None:
+            context = self.context_summary(torch.cat([c_RcD, h_RKD], dim=1))
+        pairs = zip(self.streams, streams, strict=True)
+        return crossed, tuple(layer(s, context) for layer, s in pairs), h_RKD
 
 
 def _pooling(config: GemConfig) -> HierarchicalSeedPooling:

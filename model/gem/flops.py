@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from feature_store.batch import FeatureBatch
+from model.gem.batch import Batch
 from model.gem.config import GemConfig
-from model.gem.foundation import FoundationModel
+from model.gem.foundation import FoundationModel, stream_rows
 from model.kernels.block_attention import block_attention_flops
 from model.kernels.gdpa import gdpa_flops
 from model.kernels.jagged_attention import jagged_attention_flops
@@ -24,18 +25,37 @@ Ints = npt.NDArray[np.int64]
 class _Counts:
     requests: int
     candidates: int
-    lengths: Ints
-    """Events of every sequence that is encoded: one a request, or one a candidate."""
+    streams: tuple[Ints, ...]
+    """Events of every sequence that is encoded, a stream: one a request, or one a candidate."""
+    events: Ints
+    """Events of each source that are projected."""
     read_pairs: int
     """Σ candidates · events over requests."""
 
     @property
     def tokens(self) -> int:
-        return int(self.lengths.sum())
+        return sum(int(lengths.sum()) for lengths in self.streams)
 
     @property
     def sequences(self) -> int:
-        return len(self.lengths)
+        return len(self.streams[0])
+
+
+def _counted(model: FoundationModel, batch: FeatureBatch) -> _Counts:
+    shown, tensors = np.diff(batch.candidate_offsets), Batch.from_numpy(batch)
+    chosen = [
+        stream_rows(tensors, stream, model.config.max_events) for stream in model.shape.streams
+    ]
+    lengths = [offsets.diff().numpy() for _, offsets in chosen]
+    sources = np.concatenate([batch.event_source[rows.numpy()] for rows, _ in chosen])
+    repeated = model.config.pffn_context == "candidate"
+    return _Counts(
+        requests=batch.num_requests,
+        candidates=batch.num_candidates,
+        streams=tuple(np.repeat(part, shown) if repeated else part for part in lengths),
+        events=np.bincount(sources, minlength=len(model.shape.sources)),
+        read_pairs=sum(int((part * shown).sum()) for part in lengths),
+    )
 
 
 def forward_flops(model: FoundationModel, batch: FeatureBatch) -> float:
@@ -45,51 +65,55 @@ def forward_flops(model: FoundationModel, batch: FeatureBatch) -> float:
 
 def flops_by_module(model: FoundationModel, batch: FeatureBatch) -> dict[str, int]:
     """FLOPs of the tokens, of each layer, of the candidates' read and of the heads."""
-    config, per_request = model.config, np.minimum(np.diff(batch.event_offsets), model.config.max_events)
-    shown = np.diff(batch.candidate_offsets)
-    lengths = np.repeat(per_request, shown) if config.pffn_context == "candidate" else per_request
-    counts = _Counts(batch.num_requests, batch.num_candidates, lengths, int((per_request * shown).sum()))
+    config, counts = model.config, _counted(model, batch)
+    streams = len(counts.streams)
     context = config.user_tokens + 1
     tokens = context + config.ad_tokens
-    flops = {"tokens": _tokens(model, counts, int(per_request.sum()))}
+    flops = {"tokens": _tokens(model, counts)}
     for layer in range(config.layers):
         seen = tokens if config.pffn_context == "candidate" else context
         flops[f"layer {layer}"] = _layer(config, layer, tokens, seen, counts)
         tokens = config.factor_tokens + config.linear_tokens
     width = config.width
     flops["candidate read"] = (
-        2 * counts.candidates * width**2 + 4 * counts.tokens * width**2 + 4 * counts.read_pairs * width
+        2 * streams * counts.candidates * width**2 + 4 * counts.tokens * width**2 + 4 * counts.read_pairs * width
     )
-    flat = (tokens + config.sequence_tokens + 1) * width
+    flat = (tokens + streams * (config.sequence_tokens + 1)) * width
     own, objectives = max(8, config.hidden // 4), len(model.shape.objectives)
     head = flat * config.hidden + objectives * config.hidden * own + objectives * own
     flops["heads"] = 2 * counts.candidates * head
     return flops
 
 
-def _tokens(model: FoundationModel, counts: _Counts, events: int) -> int:
+def _tokens(model: FoundationModel, counts: _Counts) -> int:
     config, shape, tokens = model.config, model.shape, model.tokens
     width, e = config.width, config.id_width
     user = (len(shape.user_ids) * e + tokens.user_numbers.out_width) * config.user_tokens * width
     ad = (len(shape.ad_ids) * e + tokens.ad_numbers.out_width) * config.ad_tokens * width
-    event = (len(shape.event_ids) * e + tokens.event_numbers.out_width) * 2 * width + 2 * width * width
     label = len(shape.objectives) * width
-    return 2 * (counts.requests * user + counts.candidates * ad + events * (event + label))
+    inputs = np.array(tokens.events.in_widths, dtype=np.int64)
+    event = int((counts.events * (inputs * 2 * width + 2 * width**2 + label)).sum())
+    return 2 * (counts.requests * user + counts.candidates * ad + event)
 
 
 def _layer(config: GemConfig, layer: int, tokens: int, context: int, counts: _Counts) -> int:
-    parts, width = config.parts(layer), config.width
-    total = _weight_gen(config, counts.candidates, tokens) + _interaction(config, counts.candidates)
+    parts, width, streams = config.parts(layer), config.width, len(counts.streams)
+    summaries = streams * config.sequence_tokens
+    total = _weight_gen(config, counts.candidates, tokens)
+    total += _interaction(config, counts.candidates, summaries)
     if "pooling" in parts:
         total += _pooling(config, counts)
     if "pffn" in parts:
         if config.pffn_context == "request":
-            total += _weight_gen(config, counts.sequences, context + config.sequence_tokens)
-        total += 4 * counts.sequences * config.summary_tokens * width**2
+            total += _weight_gen(config, counts.sequences, context + summaries)
+        total += 4 * streams * counts.sequences * config.summary_tokens * width**2
         total += gdpa_flops(counts.tokens, config.summary_tokens, width)
     if "attention" in parts:
         total += 8 * counts.tokens * width**2
-        total += block_attention_flops(counts.lengths.tolist(), block=config.block, radius=config.radius, width=width)
+        total += sum(
+            block_attention_flops(part.tolist(), block=config.block, radius=config.radius, width=width)
+            for part in counts.streams
+        )
     return total
 
 
@@ -97,8 +121,8 @@ def _weight_gen(config: GemConfig, rows: int, tokens: int) -> int:
     return 2 * rows * config.summary_tokens * (tokens * config.width + 2 * config.width**2)
 
 
-def _interaction(config: GemConfig, rows: int) -> int:
-    width, t = config.width, config.summary_tokens + config.sequence_tokens
+def _interaction(config: GemConfig, rows: int, summaries: int) -> int:
+    width, t = config.width, config.summary_tokens + summaries
     share = config.experts if config.combine == "concat" else 1
     factors, linear = config.factor_tokens // share, config.linear_tokens // share
     machine = 2 * t * config.rank * width
@@ -112,4 +136,5 @@ def _pooling(config: GemConfig, counts: _Counts) -> int:
     seed = 2 * seeds * width**2
     read = 4 * counts.tokens * width**2 + jagged_attention_flops(counts.tokens, seeds, width)
     kron = 2 * terms * (seeds * out * width + out * width**2)
-    return seed + read + counts.sequences * (2 * seeds * width**2 + kron)
+    each = seed + counts.sequences * (2 * seeds * width**2 + kron)
+    return len(counts.streams) * each + read

@@ -24,7 +24,7 @@ from model.gem.heads import ObjectiveHeads
 from model.kernels.block_attention import blocks
 from model.kernels.jagged_attention import candidate_attention
 from model.nn.embedding import IdEmbeddings
-from model.nn.jagged import jagged, newest, reverse
+from model.nn.jagged import Jagged, jagged, newest, only, reverse, scatter
 from model.nn.norm import rms_norm
 from model.nn.numeric import PiecewiseLinear
 from model.nn.shape import InputShape, input_shape
@@ -51,13 +51,15 @@ class FoundationModel(nn.Module):
         self.embeddings = IdEmbeddings((*shape.user_ids, *shape.ad_ids, *shape.event_ids), config.id_width)
         self.tokens = Tokenizer(config, shape)
         context = config.user_tokens + 1
-        tokens = context + config.ad_tokens
+        tokens, streams = context + config.ad_tokens, len(shape.streams)
         self.layers = nn.ModuleList()
         for layer in range(config.layers):
-            self.layers.append(KunlunLayer(config, layer, tokens=tokens, context_tokens=context))
+            self.layers.append(
+                KunlunLayer(config, layer, tokens=tokens, context_tokens=context, streams=streams)
+            )
             tokens = config.factor_tokens + config.linear_tokens
-        self.read = CandidateRead(config)
-        flat = (tokens + config.sequence_tokens + 1) * config.width
+        self.reads = nn.ModuleList(CandidateRead(config) for _ in range(streams))
+        flat = (tokens + streams * (config.sequence_tokens + 1)) * config.width
         self.heads = ObjectiveHeads(
             flat,
             surfaces=len(shape.surfaces),
@@ -79,25 +81,27 @@ class FoundationModel(nn.Module):
     def forward(self, batch: Batch) -> FoundationOutput:
         """Logits and taps of every candidate; a candidate's do not depend on the others."""
         request_N = batch.request_of_candidate
-        c_RcD, a_NaD, s = self.tokens(batch, self.embeddings)
+        c_RcD, a_NaD, streams = self.tokens(batch, self.embeddings)
         x_NtD = torch.cat([c_RcD.index_select(0, request_N), a_NaD], dim=1)
         if self.config.pffn_context == "candidate":
-            s, c_RcD = _repeat(s, request_N, self.config), x_NtD
+            streams = tuple(_repeat(s, request_N, self.config) for s in streams)
             request_N = torch.arange(len(x_NtD), device=x_NtD.device)
         h_RKD: Tensor | None = None
         crossed = []
         for layer in self.layers:
-            x_NtD, s, h_RKD = layer(x_NtD, c_RcD, s, h_RKD, request_N)
+            x_NtD, streams, h_RKD = layer(x_NtD, c_RcD, streams, h_RKD, request_N)
             crossed.append(x_NtD.flatten(1))
         assert h_RKD is not None
-        read_ND = self.read(a_NaD.mean(1), s, request_N)
-        flat = torch.cat([x_NtD.flatten(1), h_RKD.index_select(0, request_N).flatten(1), read_ND], dim=1)
+        pairs = zip(self.reads, streams, strict=True)
+        reads = [read(a_NaD.mean(1), s, request_N) for read, s in pairs]
+        summary = h_RKD.index_select(0, request_N).flatten(1)
+        flat = torch.cat([x_NtD.flatten(1), summary, *reads], dim=1)
         logits, hidden = self.heads(flat, batch.surface.long()[batch.request_of_candidate])
         return FoundationOutput(logits, (crossed[0], crossed[len(crossed) // 2], hidden))
 
 
 class Tokenizer(nn.Module):
-    """Context tokens C [R, c, D], ad tokens [N, a, D] and the event sequence of a batch."""
+    """Context tokens C [R, c, D], ad tokens [N, a, D] and the streams of events of a batch."""
 
     def __init__(self, config: GemConfig, shape: InputShape) -> None:
         super().__init__()
@@ -112,7 +116,7 @@ class Tokenizer(nn.Module):
         self.hour, self.weekday = nn.Embedding(24, width), nn.Embedding(7, width)
         for table in (self.surface, self.hour, self.weekday):
             nn.init.normal_(table.weight, std=0.02)
-        self.events = EventProjection(config, shape, self.event_numbers.out_width)
+        self.events = EventProjection(config, shape, self.event_numbers)
 
     def fit(self, batches: list[FeatureBatch], embeddings: IdEmbeddings) -> None:
         """Quantile edges and vocabularies from training batches."""
@@ -126,12 +130,14 @@ class Tokenizer(nn.Module):
                         counts.setdefault(column.table, Counter()).update(getattr(batch, f"{name}_ids")[:, at].tolist())
         embeddings.fit(counts)
 
-    def forward(self, batch: Batch, embeddings: IdEmbeddings) -> tuple[Tensor, Tensor, Sequence]:
-        """(C, ad tokens, events newest first)."""
+    def forward(
+        self, batch: Batch, embeddings: IdEmbeddings
+    ) -> tuple[Tensor, Tensor, tuple[Sequence, ...]]:
+        """(C, ad tokens, streams with their events newest first)."""
         shape, config = self.shape, self.config
-        kept, offsets = newest(batch.event_offsets, config.max_events)
-        order = kept[reverse(offsets)]
-        keys = [batch.user_ids, batch.ad_ids, batch.event_ids[order]]
+        chosen = [stream_rows(batch, stream, config.max_events) for stream in shape.streams]
+        rows = torch.cat([rows for rows, _ in chosen])
+        keys = [batch.user_ids, batch.ad_ids, batch.event_ids[rows]]
         columns = (*shape.user_ids, *shape.ad_ids, *shape.event_ids)
         drop = config.id_dropout if self.training else 0.0
         vectors = embeddings(columns, [column for part in keys for column in part.unbind(1)], drop=drop)
@@ -141,41 +147,64 @@ class Tokenizer(nn.Module):
         context = torch.cat(
             [user.unflatten(1, (-1, config.width)), self._when_and_where(batch)[:, None]], dim=1
         )
-        sequence = self._sequence(batch, order, offsets, events)
-        return rms_norm(context), rms_norm(ad.unflatten(1, (-1, config.width))), sequence
+        streams = self._streams(batch, rows, [offsets for _, offsets in chosen], events)
+        return rms_norm(context), rms_norm(ad.unflatten(1, (-1, config.width))), streams
 
     def _when_and_where(self, batch: Batch) -> Tensor:
         hour = (batch.request_ms // HOUR_MS) % 24
         weekday = (batch.request_ms // DAY_MS + 3) % 7
         return self.surface(batch.surface.long()) + self.hour(hour) + self.weekday(weekday)
 
-    def _sequence(self, batch: Batch, order: Tensor, offsets: Tensor, vectors: list[Tensor]) -> Sequence:
-        config, layout = self.config, jagged(offsets)
-        event_ms, request_ms = batch.event_ms[order], batch.request_ms[layout.sequence]
+    def _streams(
+        self, batch: Batch, rows: Tensor, offsets: list[Tensor], vectors: list[Tensor]
+    ) -> tuple[Sequence, ...]:
+        config, layouts = self.config, [jagged(part) for part in offsets]
+        event_ms = batch.event_ms[rows]
+        request_ms = batch.request_ms[torch.cat([layout.sequence for layout in layouts])]
         values = self.events(
             vectors,
-            self.event_numbers(batch.event_dense[order]),
-            source=batch.event_source[order].long(),
-            surface=batch.event_surface[order].long(),
-            labels=batch.event_labels[order].long(),
+            self.event_numbers(batch.event_dense[rows]),
+            source=batch.event_source[rows].long(),
+            surface=batch.event_surface[rows].long(),
+            labels=batch.event_labels[rows].long(),
             gap=(event_ms, request_ms),
         )
         tau = gap_log(event_ms, request_ms, scale_ms=1000 * config.time_scale_seconds)
+        sizes = [len(layout.sequence) for layout in layouts]
+        parts = zip(values.split(sizes), tau.split(sizes), layouts, strict=True)
+        return tuple(self._stream(*part) for part in parts)
+
+    def _stream(self, values: Tensor, tau: Tensor, layout: Jagged) -> Sequence:
+        config = self.config
         angles = rote_angles(layout.position, tau, config.width // config.heads)
         maps = blocks(layout, block=config.block, radius=config.radius)
         return Sequence(values, layout, maps, turns(angles))
 
 
-class EventProjection(nn.Module):
-    """Events [T, D]: every source has a projection of its own over the columns it fills, then all share one stream (OneSeq)."""
+def stream_rows(batch: Batch, sources: tuple[int, ...], limit: int) -> tuple[Tensor, Tensor]:
+    """Rows of the newest `limit` events of these sources a request, newest first, and their offsets.
 
-    def __init__(self, config: GemConfig, shape: InputShape, dense_width: int) -> None:
+    Events of a batch lie in the order of time, so what is taken out of it is merged already.
+    """
+    members = torch.tensor(sources, dtype=torch.int64, device=batch.event_ms.device)
+    own, offsets = only(torch.isin(batch.event_source.long(), members), batch.event_offsets)
+    kept, offsets = newest(offsets, limit)
+    return own[kept][reverse(offsets)], offsets
+
+
+class EventProjection(nn.Module):
+    """Events [T, D]: every source has a projection of its own over the columns it fills, then all share one width (OneSeq)."""
+
+    def __init__(self, config: GemConfig, shape: InputShape, numbers: PiecewiseLinear) -> None:
         super().__init__()
         width = config.width
-        ids = len(shape.event_ids) * config.id_width
+        self._columns = [
+            (source.id_columns, numbers.codes_of(source.dense_columns)) for source in shape.sources
+        ]
+        self.in_widths = [max(1, len(ids) * config.id_width + len(codes)) for ids, codes in self._columns]
         self.sources = nn.ModuleList(
-            nn.Sequential(nn.Linear(ids + dense_width, 2 * width), nn.GELU(approximate="tanh"), nn.Linear(2 * width, width))
-            for _ in shape.sources
+            nn.Sequential(nn.Linear(size, 2 * width), nn.GELU(approximate="tanh"), nn.Linear(2 * width, width))
+            for size in self.in_widths
         )
         self.kind = nn.Embedding(max(1, len(shape.sources)), width)
         self.surface = nn.Embedding(len(shape.surfaces) + 1, width)
@@ -196,14 +225,23 @@ class EventProjection(nn.Module):
         gap: tuple[Tensor, Tensor],
     ) -> Tensor:
         """[T, D] from id vectors, codes of numbers, source, surface (-1: none), label bits and (event, request) times."""
-        features = torch.cat([*vectors, numbers], dim=1)
-        out = features.new_zeros(len(source), self.no_label.shape[0])
+        parts, order = [numbers.new_zeros(0, len(self.no_label))], [source[:0]]
         for index, project in enumerate(self.sources):
             rows = torch.nonzero(source == index).flatten()
-            out = out.index_add(0, rows, project(features[rows]))
+            parts.append(project(self._features(index, rows, vectors, numbers)))
+            order.append(rows)
+        out = scatter(torch.cat(parts), torch.cat(order), len(source))
         bits = (labels[:, None] >> torch.arange(len(self.label), device=labels.device)) & 1
         marked = bits.to(out.dtype) @ self.label + (labels == 0).to(out.dtype)[:, None] * self.no_label
         return rms_norm(out + self.kind(source) + self.surface(surface + 1) + marked + self.time(*gap))
+
+    def _features(self, index: int, rows: Tensor, vectors: list[Tensor], numbers: Tensor) -> Tensor:
+        """Columns of a source at some rows; a source without columns has one of ones, so that a bias is all it learns."""
+        ids, codes = self._columns[index]
+        if not ids and not codes:
+            return numbers.new_ones(len(rows), 1)
+        chosen = [vectors[column].index_select(0, rows) for column in ids]
+        return torch.cat([*chosen, numbers.index_select(0, rows)[:, codes]], dim=1)
 
 
 class CandidateRead(nn.Module):

@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
 
     block: int
     radius: int
-    count: int
+    total: int
     """B, of all sequences, one sequence after the other."""
     place: Tensor
     """[T] place of each token among the B · b of all blocks."""
@@ -50,7 +50,7 @@ def block_attention(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, maps: Blocks) -
     """[T, H, d]; one dense product a block with the blocks in its reach."""
     if not len(q_THd):
         return q_THd
-    q = scatter(q_THd, maps.place, maps.count * maps.block).unflatten(0, (maps.count, maps.block))
+    q = scatter(q_THd, maps.place, maps.total * maps.block).unflatten(0, (maps.total, maps.block))
     k, v = _in_reach(k_THd, maps), _in_reach(v_THd, maps)
     mask = maps.visible[:, None, None, :]
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
@@ -60,8 +60,8 @@ def block_attention(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, maps: Blocks) -
 def _in_reach(x_THd: Tensor, maps: Blocks) -> Tensor:
     """[B, H, (2r+1) · b, d]: neighbouring blocks lie side by side, so reaches overlap and nothing is copied."""
     margin = maps.radius * maps.block
-    places = scatter(x_THd, maps.place + margin, maps.count * maps.block + 2 * margin)
-    out: Tensor = _Reach.apply(places, maps.block, maps.radius)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+    places = scatter(x_THd, maps.place + margin, maps.total * maps.block + 2 * margin)
+    out: Tensor = _Reach.apply(places, maps.block, maps.radius)
     return out
 
 

@@ -132,13 +132,13 @@ class IdEmbeddings(nn.Module):
             rows = [self.rows_of(name, keys[index]) for index in by_table.get(name, [])]
             values.extend(rows)
             lengths.append(sum(len(part) for part in rows))
-        if self.collection is None:
+        if self.collection is None or not values:
             return out
-        flat = torch.cat([*values, torch.empty(0, dtype=torch.int64)])
+        flat = torch.cat(values)
         if drop:
             dropped = (torch.rand(len(flat), device=flat.device) < drop) & (flat != ABSENT_ROW)
             flat = torch.where(dropped, UNKNOWN_ROW, flat)
-        features = KeyedJaggedTensor(keys=list(self._tables), values=flat, lengths=torch.tensor(lengths))
+        features = KeyedJaggedTensor(keys=list(self._tables), values=flat, lengths=torch.tensor(lengths, device=flat.device))
         found = self.collection(features)
         for name, indices in by_table.items():
             parts = found[name].values().split([len(keys[index]) for index in indices])

@@ -82,13 +82,13 @@ def unpad(parts: list[Tensor], layout: Jagged) -> Tensor:
 
 def scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
     """[size, …] zeros with row i of `values` at `index[i]`; no index occurs twice."""
-    out: Tensor = _Scatter.apply(values, index, size)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+    out: Tensor = _Scatter.apply(values, index, size)
     return out
 
 
 def gather(values: Tensor, index: Tensor) -> Tensor:
     """Rows `index` of `values`; no index occurs twice."""
-    out: Tensor = _Gather.apply(values, index)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+    out: Tensor = _Gather.apply(values, index)
     return out
 
 
@@ -138,6 +138,13 @@ def newest(offsets: Tensor, limit: int) -> tuple[Tensor, Tensor]:
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), kept)
     place = torch.arange(int(out[-1]), device=offsets.device) - out[:-1][sequence]
     return offsets[1:][sequence] - kept[sequence] + place, out
+
+
+def only(chosen: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the chosen tokens [T] of every sequence, and their offsets."""
+    counts = torch.zeros(len(chosen) + 1, dtype=torch.int64, device=chosen.device)
+    counts[1:] = chosen.cumsum(0)
+    return torch.nonzero(chosen).flatten(), counts[offsets]
 
 
 def _by_length(lengths: Tensor) -> list[Tensor]:

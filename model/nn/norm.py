@@ -23,7 +23,7 @@ def rms_norm(x: Tensor) -> Tensor:
     """RMSNorm over the last axis, affine-free: x / √(mean x² + 1e-5)."""
     if not x.requires_grad:
         return F.rms_norm(x, x.shape[-1:], eps=EPS)
-    normal: Tensor = _RootMeanSquare.apply(x)  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
+    normal: Tensor = _RootMeanSquare.apply(x)
     return normal
 
 

@@ -8,6 +8,8 @@ cut to 0 … 1. A missing value (NaN) is all zeros and a flag. n rows, C columns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -31,6 +33,7 @@ class PiecewiseLinear(nn.Module):
             if column.is_embedding
             for offset in range(column.width)
         ]
+        self._starts, self._widths = [int(s) for s in starts], [column.width for column in columns]
         self._plain, self._vectors, self.num_bins = plain, vectors, num_bins
         self.register_buffer("edges", torch.linspace(-1, 1, num_bins + 1).repeat(len(plain), 1))
 
@@ -38,6 +41,18 @@ class PiecewiseLinear(nn.Module):
     def out_width(self) -> int:
         """C · (B + 1) for numbers, and the widths of embeddings."""
         return len(self._plain) * (self.num_bins + 1) + len(self._vectors)
+
+    def codes_of(self, columns: Sequence[int]) -> list[int]:
+        """Which of the codes [out_width] belong to some of the columns."""
+        plain, vectors, found = len(self._plain), len(self._vectors), []
+        for column in columns:
+            for value in range(self._starts[column], self._starts[column] + self._widths[column]):
+                if value in self._plain:
+                    at = self._plain.index(value)
+                    found += [*range(at * self.num_bins, (at + 1) * self.num_bins), plain * self.num_bins + at]
+                else:
+                    found.append(self.out_width - vectors + self._vectors.index(value))
+        return sorted(found)
 
     def fit(self, values: npt.NDArray[np.float32]) -> None:
         """Sets edges to quantiles of training rows [n, ΣC widths]; a constant column keeps bins of width 1."""

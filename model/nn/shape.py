@@ -57,6 +57,14 @@ class InputShape:
     sources: tuple[SourceShape, ...]
 
     @property
+    def streams(self) -> tuple[tuple[int, ...], ...]:
+        """Sources that share a merge group, as indices: each group is one stream of events in the order of time."""
+        groups: dict[str, list[int]] = {}
+        for index, source in enumerate(self.sources):
+            groups.setdefault(source.merge_group, []).append(index)
+        return tuple(map(tuple, groups.values())) or ((),)
+
+    @property
     def tables(self) -> dict[str, IdColumn]:
         """Embedding tables by name, each described by one of its columns."""
         return {column.table: column for column in (*self.user_ids, *self.ad_ids, *self.event_ids)}

@@ -23,7 +23,7 @@ from model.kernels.jagged_attention import candidate_attention
 from model.loopfm.compressor import dequantize_int4
 from model.nn.embedding import IdEmbeddings
 from model.nn.interaction import Wukong
-from model.nn.jagged import jagged, newest
+from model.nn.jagged import jagged, newest, only
 from model.nn.norm import layer_norm, rms_norm
 from model.nn.numeric import PiecewiseLinear
 from model.nn.shape import input_shape
@@ -89,8 +89,8 @@ class VerticalTower(nn.Module):
         user_R2 = self.user(torch.cat([*users, self.user_numbers(batch.user_dense)], dim=1))
         ad_N2 = self.ad(torch.cat([*ads, self.ad_numbers(batch.ad_dense)], dim=1))
         user_RtD, ad_NtD = (rms_norm(x.unflatten(1, (2, -1))) for x in (user_R2, ad_N2))
-        query_ND = ad_NtD.mean(1) + user_RtD.mean(1)[request_N]
-        parts = [user_RtD[request_N], ad_NtD]
+        query_ND = ad_NtD.mean(1) + user_RtD.mean(1).index_select(0, request_N)
+        parts = [user_RtD.index_select(0, request_N), ad_NtD]
         parts.append(self.history(query_ND, batch, rows, offsets, events, request_N)[:, None])
         if self.memory is not None:
             parts.append(self.memory(query_ND, batch, request_N))
@@ -118,11 +118,9 @@ class VerticalTower(nn.Module):
     def _own_events(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Rows of the surface's newest events, and their offsets."""
         own = batch.event_surface == self._surface
-        counts = torch.zeros(len(own) + 1, dtype=torch.int64)
-        counts[1:] = own.cumsum(0)
-        offsets = counts[batch.event_offsets]
+        rows, offsets = only(own, batch.event_offsets)
         kept, offsets = newest(offsets, self.config.history_events)
-        return torch.nonzero(own).flatten()[kept], offsets
+        return rows[kept], offsets
 
 
 class HistoryRead(nn.Module):
@@ -181,7 +179,7 @@ class MemoryRead(nn.Module):
             read = candidate_attention(q, rms_norm(k), v, layout, request_N).flatten(1)
         else:
             read = pooled[request_N]
-        hidden = (layout.lengths == 0)[request_N] | self._dropped(layout.num_sequences)[request_N]
+        hidden = (layout.lengths == 0)[request_N] | self._dropped(layout.lengths)[request_N]
         return torch.where(hidden[:, None, None], self.empty, torch.stack([read, pooled[request_N]], dim=1))
 
     def _tokens(self, batch: Batch, sequence: Tensor) -> Tensor:
@@ -191,10 +189,10 @@ class MemoryRead(nn.Module):
             tokens = tokens + _bits(batch.memory_labels, self.label) @ self.label
         return tokens
 
-    def _dropped(self, requests: int) -> Tensor:
+    def _dropped(self, lengths: Tensor) -> Tensor:
         if not self.training:
-            return torch.zeros(requests, dtype=torch.bool)
-        return torch.rand(requests) < self.config.memory_dropout
+            return torch.zeros_like(lengths, dtype=torch.bool)
+        return torch.rand(len(lengths), device=lengths.device) < self.config.memory_dropout
 
 
 class PairRead(nn.Module):
@@ -212,7 +210,7 @@ class PairRead(nn.Module):
         """Pairs demoted in training look as if nothing had been known of them."""
         level = batch.pair_level.long()
         if self.training:
-            demoted = torch.rand(len(level)) < self.config.level_dropout
+            demoted = torch.rand(len(level), device=level.device) < self.config.level_dropout
             level = torch.where(demoted, DEFAULT_LEVEL, level)
         vector = layer_norm(batch.pair_q.float() * batch.pair_scale[:, None])
         read = self.project(F.dropout(vector, self.config.pair_dropout, self.training))
@@ -223,5 +221,5 @@ class PairRead(nn.Module):
 
 
 def _bits(labels: Tensor, like: Tensor) -> Tensor:
-    return ((labels.long()[:, None] >> torch.arange(len(like))) & 1).to(like.dtype)
+    return ((labels.long()[:, None] >> torch.arange(len(like), device=labels.device)) & 1).to(like.dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from model.gem.batch import Batch
 from model.gem.config import GemConfig
 from model.gem.encoder import PersonalizedFeedForward
 from model.gem.flops import forward_flops
-from model.gem.foundation import FoundationModel
+from model.gem.foundation import FoundationModel, stream_rows
 from model.gem.presets import public_s, tiny
 from model.kernels.block_attention import block_attention, block_attention_reference, blocks
 from model.kernels.gdpa import ACTIVATIONS, gdpa, gdpa_reference
@@ -330,8 +331,8 @@ def test_a_skipped_stream_is_untouched_and_the_summary_is_the_cached_one() -> No
     model.layers[1].register_forward_hook(lambda module, given, made: seen.append((given[3], made[2])))
     model(Batch.from_numpy(batch_of([4], [1])))
     assert seen[0][0] is seen[0][1], "an attention layer hands the cached summary on"
-    assert model.layers[1].pffn is None
-    assert model.layers[0].attention is None
+    assert model.layers[1].streams[0].pffn is None
+    assert model.layers[0].streams[0].attention is None
 
 
 def test_information_flows_both_ways_and_reaches_the_oldest_event_through_the_summary() -> None:
@@ -367,10 +368,50 @@ def test_every_parameter_learns_and_the_loss_falls() -> None:
     assert [name for name, value in model.named_parameters() if torch.equal(value, before[name])] == []
 
 
+def grouped() -> Layout:
+    """The world's layout with searches in a stream of their own."""
+    spec = load_spec(WORLD)
+    message = type(spec.message).FromString(spec.message.SerializeToString())
+    for source in message.event_sources:
+        source.merge_group = source.name
+    return Layout(dataclasses.replace(spec, message=message))
+
+
 @pytest.mark.parametrize("context", ["request", "candidate"])
-def test_analytic_flops_equal_what_torch_counts(context: str) -> None:
+def test_sources_of_another_merge_group_are_a_stream_of_their_own(context: str) -> None:
+    torch.manual_seed(0)
+    config = dataclasses.replace(tiny(), pffn_context=context)  # type: ignore[arg-type]
+    model, batch = FoundationModel(config, grouped()), batch_of([40, 0, 3], [1, 2, 1])
+    assert model.shape.streams == ((0,), (1,))
+    seen: list[int] = []
+    for read in model.reads:
+        read.register_forward_hook(lambda module, given, made: seen.append(len(given[1].values_TD)))
+    out = model(Batch.from_numpy(batch)).logits_NK
+    counts = np.bincount(batch.event_source)
+    assert out.shape == (4, 3)
+    assert seen == counts.tolist()
+
+
+def test_a_stream_holds_its_sources_newest_first_and_the_other_events_fall_out() -> None:
+    batch = Batch.from_numpy(batch_of([30, 5], [1, 1]))
+    rows, offsets = stream_rows(batch, (1,), 6)
+    assert (batch.event_source[rows] == 1).all()
+    for r in range(2):
+        times = batch.event_ms[rows[offsets[r] : offsets[r + 1]]]
+        own = batch.event_ms[batch.event_offsets[r] : batch.event_offsets[r + 1]][
+            batch.event_source[batch.event_offsets[r] : batch.event_offsets[r + 1]] == 1
+        ]
+        assert times.tolist() == own.flip(0)[:6].tolist()
+    merged, _ = stream_rows(batch, (0, 1), 99)
+    assert sorted(merged.tolist()) == list(range(35))
+
+
+@pytest.mark.parametrize("context", ["request", "candidate"])
+@pytest.mark.parametrize("made", [layout, grouped])
+def test_analytic_flops_equal_what_torch_counts(context: str, made: Callable[[], Layout]) -> None:
     config = dataclasses.replace(public_s(), pffn_context=context, radius=0)  # type: ignore[arg-type]
-    model, batch = model_of(config), batch_of([16, 16], [3, 3])
+    model, batch = FoundationModel(config, made()), batch_of([32, 32], [3, 3])
+    batch = batch._replace(event_source=np.tile(np.repeat([0, 1], 16), 2).astype(np.int32))
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.nn.attention.sdpa_kernel(
         torch.nn.attention.SDPBackend.MATH
     ):
