@@ -1,0 +1,255 @@
+"""The parts of which Kunlun is made do what their equations say."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from feature_store.ids import ABSENT
+from model.gem.encoder import PersonalizedFeedForward
+from model.kernels.block_attention import block_attention, block_attention_reference, blocks
+from model.kernels.gdpa import ACTIVATIONS, gdpa, gdpa_reference
+from model.kernels.jagged_attention import jagged_attention, jagged_attention_reference
+from model.nn.embedding import IdEmbeddings, hashed_rows, mix64, mix64_reference
+from model.nn.interaction import MixtureOfWukongExperts, factorization_machine
+from model.nn.jagged import Jagged, jagged, newest, reverse
+from model.nn.norm import layer_norm, rms_norm
+from model.nn.numeric import PiecewiseLinear
+from model.nn.pooling import HierarchicalSeedPooling, SumKronLinear, sum_kron_reference
+from model.nn.shape import DenseColumn, IdColumn
+from model.nn.time import gap_log, rotate, rote_angles, turns
+
+LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65]), min_size=1, max_size=5)
+
+
+def layout_of(lengths: list[int]) -> Jagged:
+    return jagged(torch.tensor([0, *np.cumsum(lengths)]))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def same_gradients(fast: Tensor, plain: Tensor, *inputs: Tensor) -> None:
+    torch.testing.assert_close(fast, plain)
+    if not (fast.requires_grad and plain.requires_grad):  # no token at all
+        return
+    upstream = torch.randn_like(fast)
+    for a, b in zip(
+        torch.autograd.grad(fast, inputs, upstream, allow_unused=True),
+        torch.autograd.grad(plain, inputs, upstream, allow_unused=True),
+        strict=True,
+    ):
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b)
+
+
+@settings(max_examples=12, deadline=None)
+@given(LENGTHS, st.sampled_from(sorted(ACTIVATIONS)))
+def test_gdpa_equals_its_definition_in_values_and_gradients(lengths: list[int], activation: str) -> None:
+    total, layout = sum(lengths), layout_of(lengths)
+    q, k, v = (
+        normal(*shape, seed=i).requires_grad_()
+        for i, shape in enumerate([(total, 2, 4), (len(lengths), 3, 2, 4), (len(lengths), 3, 2, 4)])
+    )
+    same_gradients(
+        gdpa(q, k, v, layout, activation=activation, beta=0.5),
+        gdpa_reference(q, k, v, layout, activation=activation, beta=0.5),
+        q, k, v,
+    )  # fmt: skip
+
+
+def test_gdpa_is_a_two_layer_network_per_example_and_scales_after_the_activation() -> None:
+    q, k, v = normal(5, 2, 4), normal(1, 3, 2, 4, seed=1), normal(1, 3, 2, 4, seed=2)
+    layout = layout_of([5])
+    expected = torch.stack(
+        [ACTIVATIONS["gelu"](q[:, h] @ k[0, :, h].T / 2.0) @ v[0, :, h] for h in range(2)], dim=1
+    )
+    torch.testing.assert_close(gdpa(q, k, v, layout), expected)
+    torch.testing.assert_close(gdpa(q, k, v, layout, beta=3.0), 3.0 * expected)
+    linear = torch.einsum("thd,mhd,mhe->the", q, k[0], v[0])
+    torch.testing.assert_close(gdpa(q, k, v, layout, activation="identity", alpha=1.0), linear)
+
+
+@settings(max_examples=12, deadline=None)
+@given(LENGTHS, st.sampled_from([(8, 0), (8, 1), (64, 0), (4, 2)]))
+def test_block_attention_equals_dense_attention_with_the_block_mask(lengths: list[int], shape: tuple[int, int]) -> None:
+    block, radius = shape
+    layout = layout_of(lengths)
+    q, k, v = (normal(sum(lengths), 2, 4, seed=i).requires_grad_() for i in range(3))
+    maps = blocks(layout, block=block, radius=radius)
+    same_gradients(
+        block_attention(q, k, v, maps),
+        block_attention_reference(q, k, v, layout, block=block, radius=radius),
+        q, k, v,
+    )  # fmt: skip
+
+
+def test_a_token_outside_the_blocks_in_reach_changes_nothing_to_the_bit() -> None:
+    layout = layout_of([40])
+    q, k, v = (normal(40, 2, 4, seed=i) for i in range(3))
+    maps = blocks(layout, block=8, radius=1)
+    before = block_attention(q, k, v, maps)
+    k[30], v[30] = 100.0, 100.0
+    after = block_attention(q, k, v, maps)
+    assert torch.equal(before[:16], after[:16])
+    assert not torch.equal(before[16:40], after[16:40])
+
+
+@settings(max_examples=12, deadline=None)
+@given(LENGTHS, st.booleans())
+def test_jagged_attention_equals_its_definition_and_stays_finite(lengths: list[int], shared: bool) -> None:
+    layout = layout_of(lengths)
+    q = normal(1 if shared else len(lengths), 3, 2, 4).requires_grad_()
+    k, v = ((normal(sum(lengths), 2, 4, seed=i) * 8).requires_grad_() for i in (1, 2))
+    fast = jagged_attention(q, k, v, layout)
+    assert torch.isfinite(fast).all()
+    same_gradients(fast, jagged_attention_reference(q, k, v, layout), q, k, v)
+
+
+def test_the_pffn_block_has_metas_order_of_norms_and_residuals() -> None:
+    block = PersonalizedFeedForward(8, 2).double()
+    s, summary, layout = normal(6, 8), normal(2, 3, 8, seed=1), layout_of([4, 2])
+    ln = layer_norm(s)
+    k = rms_norm(block.key(summary).unflatten(-1, (2, -1)))
+    v = block.value(summary).unflatten(-1, (2, -1))
+    u = gdpa_reference(rms_norm(ln.unflatten(-1, (2, -1))), k, v, layout).flatten(1) + ln
+    torch.testing.assert_close(block(s, summary, layout), rms_norm(u) + s)
+    torch.nn.init.zeros_(block.value.weight)
+    torch.testing.assert_close(block(s, summary, layout), rms_norm(ln) + s)
+
+
+def test_sum_kron_is_the_sum_of_kronecker_products() -> None:
+    module = SumKronLinear(6, 3, 4, 2).double()
+    x = normal(1, 6, 4)
+    dense = sum(torch.kron(module.w[i].T.contiguous(), module.z[i].T.contiguous()) for i in range(2))
+    vec = dense @ x[0].T.flatten()  # vec stacks columns
+    torch.testing.assert_close(module(x)[0].T.flatten(), vec)
+    torch.testing.assert_close(module(x)[0], sum_kron_reference(x[0], module.z, module.w))
+    assert sum(p.numel() for p in module.parameters()) == 2 * (6 * 3 + 4 * 4)
+
+
+def test_pooling_ignores_order_and_is_constant_for_an_empty_sequence() -> None:
+    pool = HierarchicalSeedPooling(8, heads=2, seeds=6, tokens=2, terms=2).double()
+    s = normal(5, 8)
+    first, second = pool(s, layout_of([5])), pool(s[[3, 1, 4, 0, 2]], layout_of([5]))
+    torch.testing.assert_close(first, second)
+    empty = pool(s[:0], layout_of([0, 0]))
+    assert torch.isfinite(empty).all()
+    torch.testing.assert_close(empty[0], empty[1])
+    with pytest.raises(ValueError, match="exceed"):
+        HierarchicalSeedPooling(8, heads=2, seeds=2, tokens=2, terms=1)
+
+
+def test_the_factorization_machine_is_associative_and_of_degree_two() -> None:
+    x, y = normal(2, 5, 4), normal(5, 3, seed=1)
+    torch.testing.assert_close(factorization_machine(x, y), (x @ x.transpose(1, 2)) @ y)
+    torch.testing.assert_close(factorization_machine(3 * x, y), 9 * factorization_machine(x, y))
+
+
+def test_one_expert_is_the_expert_and_concat_lays_tokens_side_by_side() -> None:
+    one = MixtureOfWukongExperts(5, 4, experts=1, factors=2, linear=2, rank=2, hidden=8).double()
+    x = normal(3, 5, 4)
+    torch.testing.assert_close(one(x), layer_norm(one.experts[0](x) + one.shortcut @ x))
+    two = MixtureOfWukongExperts(5, 4, experts=2, factors=2, linear=2, rank=2, hidden=8, combine="concat").double()
+    joined = torch.cat([expert(x) for expert in two.experts], dim=1) + two.shortcut @ x
+    torch.testing.assert_close(two(x), layer_norm(joined))
+    with pytest.raises(ValueError, match="divisible"):
+        MixtureOfWukongExperts(5, 4, experts=2, factors=3, linear=2, rank=2, hidden=8, combine="concat")
+
+
+def test_rotation_keeps_norms_and_depends_on_relative_angles_only() -> None:
+    x, y = normal(4, 2, 8), normal(4, 2, 8, seed=1)
+    a, b, shift = normal(4, 4, seed=2), normal(4, 4, seed=3), normal(4, 4, seed=4)
+    torch.testing.assert_close(rotate(x, turns(a)).norm(dim=-1), x.norm(dim=-1))
+    before = (rotate(x, turns(a)) * rotate(y, turns(b))).sum(-1)
+    torch.testing.assert_close((rotate(x, turns(a + shift)) * rotate(y, turns(b + shift))).sum(-1), before)
+    torch.testing.assert_close(rotate(rotate(x, turns(a)), turns(-a)), x)
+
+
+def test_time_is_read_relative_to_the_request_in_integers() -> None:
+    event, request = torch.tensor([10**13, 10**13 - 3_600_000]), torch.tensor([10**13, 10**13])
+    tau = gap_log(event, request, scale_ms=3_600_000)
+    torch.testing.assert_close(tau, torch.tensor([0.0, float(np.log(2))]))
+    torch.testing.assert_close(gap_log(event + 7, request + 7, scale_ms=3_600_000), tau)
+    position = torch.arange(2)
+    rope = rote_angles(position, torch.zeros(2), 8)
+    torch.testing.assert_close(rope[1], 10_000.0 ** -(torch.arange(4) / 4.0))
+
+
+@given(st.lists(st.integers(-(2**63) + 1, 2**63 - 1), min_size=1, max_size=50), st.integers(0, 2**40))
+def test_hashing_in_torch_is_splitmix64(keys: list[int], salt: int) -> None:
+    array = np.array(keys, dtype=np.int64)
+    assert mix64(torch.from_numpy(array), salt).tolist() == mix64_reference(array, salt).tolist()
+    rows = hashed_rows(torch.from_numpy(array), 10, salt)
+    assert int(rows.min()) >= 2
+    assert int(rows.max()) < 10
+
+
+def test_absent_unknown_and_frequent_keys_have_the_rows_they_should() -> None:
+    column = IdColumn(name="ad", table="ad", rows=5, min_count=2)
+    embeddings = IdEmbeddings([column], 4)
+    embeddings.fit({"ad": Counter({7: 2, -3: 5, 9: 1})})
+    keys = torch.tensor([ABSENT, 9, 123, -3, 7])
+    assert embeddings.rows_of("ad", keys).tolist() == [0, 1, 1, 2, 3]
+    with pytest.raises(ValueError, match="raise rows"):
+        embeddings.fit({"ad": Counter(dict.fromkeys(range(9), 9))})
+
+
+def test_piecewise_linear_codes_are_exact_at_quantiles_and_flag_missing_values() -> None:
+    codes = PiecewiseLinear((DenseColumn(name="x"), DenseColumn(name="v", width=2, is_embedding=True)), num_bins=2)
+    codes.fit(np.array([[0, 1, 1], [1, 1, 1], [2, 1, 1]], dtype=np.float32))
+    out = codes(torch.tensor([[0.5, 3.0, 4.0], [float("nan"), 5.0, 6.0], [9.0, 0.0, 0.0]]))
+    assert out.tolist() == [[0.5, 0.0, 0.0, 3.0, 4.0], [0.0, 0.0, 1.0, 5.0, 6.0], [1.0, 1.0, 0.0, 0.0, 0.0]]
+
+
+def test_reversing_and_cutting_sequences_keeps_their_newest_events_first() -> None:
+    offsets = torch.tensor([0, 3, 3, 5])
+    assert reverse(offsets).tolist() == [2, 1, 0, 4, 3]
+    rows, cut = newest(offsets, 2)
+    assert (rows.tolist(), cut.tolist()) == ([1, 2, 3, 4], [0, 2, 2, 4])
+
+
+def test_a_radius_that_reaches_everything_is_full_attention() -> None:
+    lengths = [17, 1, 30]
+    q, k, v = (normal(48, 2, 4, seed=i) for i in range(3))
+    made = layout_of(lengths)
+    wide = block_attention(q, k, v, blocks(made, block=4, radius=9))
+    parts = [x.split(lengths) for x in (q, k, v)]
+    full = [
+        torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part)).transpose(0, 1)
+        for part in zip(*parts, strict=True)
+    ]
+    torch.testing.assert_close(wide, torch.cat(full))
+
+
+def test_attention_of_very_negative_scores_stays_finite() -> None:
+    q, k = torch.full((1, 1, 1, 4), 50.0), torch.full((3, 1, 4), -50.0)
+    read = jagged_attention(q, k, torch.ones(3, 1, 4), layout_of([3]))
+    torch.testing.assert_close(read, torch.ones(1, 1, 1, 4))
+
+
+def test_normalizing_by_the_root_mean_square_has_the_gradient_of_its_formula() -> None:
+    x = normal(5, 3, 8).requires_grad_()
+    plain = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    same_gradients(rms_norm(x), plain, x)
+    torch.testing.assert_close(rms_norm(x.detach()), plain.detach())
+
+
+def test_blocks_alone_do_not_carry_the_oldest_event_and_the_summary_does() -> None:
+    made = layout_of([40])
+    x = normal(40, 2, 4).requires_grad_()
+    block_attention(x, x, x, blocks(made, block=8, radius=0))[:8].sum().backward()
+    assert x.grad is not None
+    assert not x.grad[8:].any()
+    s, pool = normal(40, 8).requires_grad_(), HierarchicalSeedPooling(8, heads=2, seeds=6, tokens=2, terms=2).double()
+    pool(s, made).square().sum().backward()
+    pool(s, made)[0, 0, 0].backward()
+    assert s.grad is not None
+    assert float(s.grad[-1].abs().sum()) > 0
