@@ -51,12 +51,12 @@ def gdpa(
         return q_THd
     scale = alpha if alpha is not None else 1 / math.sqrt(q_THd.shape[-1])
     act = ACTIVATIONS[activation]
+    keys, values = k_RMHd * scale, v_RMHd * beta  # few and dense: cheaper to scale than the scores and the sums
     parts = []
     for places, bucket in zip(pad(q_THd, layout), layout.buckets, strict=True):
-        q = places.transpose(1, 2)
-        k, v = (x.index_select(0, bucket.rows) for x in (k_RMHd, v_RMHd))
-        hidden = act(q @ k.permute(0, 2, 3, 1) * scale)
-        parts.append((hidden @ v.transpose(1, 2) * beta).transpose(1, 2))
+        k, v = (x.index_select(0, bucket.rows) for x in (keys, values))
+        hidden = act(places.transpose(1, 2) @ k.permute(0, 2, 3, 1))
+        parts.append((hidden @ v.transpose(1, 2)).transpose(1, 2))
     return unpad(parts, layout)
 
 

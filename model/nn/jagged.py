@@ -3,7 +3,7 @@
 Knows offsets. Does not know what a token is.
 
 T tokens packed over R sequences, L padded length of a bucket, P padded places of all buckets.
-Sequences are grouped by length so that a bucket wastes less than half of its places.
+Sequences are grouped by length so that a bucket wastes less than 30 % of its places.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def only(chosen: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_length(lengths: Tensor) -> list[Tensor]:
-    """Sequences with tokens, grouped so that the shortest of a group is more than half as long as the longest."""
+    """Sequences with tokens, grouped so that the shortest of a group is longer than 1/√2 of the longest."""
     rows = torch.nonzero(lengths).flatten()
     if not len(rows):
         return []
-    level = torch.log2(lengths[rows].double()).ceil().long()
+    level = (2 * torch.log2(lengths[rows].double())).ceil().long()
     return [rows[level == value] for value in level.unique().tolist()]

@@ -18,7 +18,7 @@ from model.kernels.gdpa import ACTIVATIONS, gdpa, gdpa_reference
 from model.kernels.jagged_attention import jagged_attention, jagged_attention_reference
 from model.nn.embedding import IdEmbeddings, hashed_rows, mix64, mix64_reference
 from model.nn.interaction import MixtureOfWukongExperts, factorization_machine
-from model.nn.jagged import Jagged, jagged, newest, reverse
+from model.nn.jagged import Jagged, jagged, newest, pad, reverse, unpad
 from model.nn.norm import layer_norm, rms_norm
 from model.nn.numeric import PiecewiseLinear
 from model.nn.pooling import HierarchicalSeedPooling, SumKronLinear, sum_kron_reference
@@ -253,3 +253,17 @@ def test_blocks_alone_do_not_carry_the_oldest_event_and_the_summary_does() -> No
     pool(s, made)[0, 0, 0].backward()
     assert s.grad is not None
     assert float(s.grad[-1].abs().sum()) > 0
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40))
+def test_buckets_hold_every_token_once_and_waste_less_than_thirty_percent(lengths: list[int]) -> None:
+    made = layout_of(lengths)
+    for bucket in made.buckets:
+        longest = bucket.valid.shape[1]
+        assert int(bucket.valid.sum(1).min()) * 2**0.5 > longest - 1e-6
+        assert bucket.valid.sum(1).tolist() == made.lengths[bucket.rows].tolist()
+    tokens = torch.arange(1, sum(lengths) + 1, dtype=torch.float64)[:, None]
+    if sum(lengths):
+        places = pad(tokens, made)
+        assert torch.equal(unpad(places, made), tokens)
+        assert sum(float(part.sum()) for part in places) == float(tokens.sum())
