@@ -122,7 +122,7 @@ class Follower:
         batch, impressions = _joined([one.batch for one in served]), self._impressions(served)
         # While snapshots take turns two may serve the same minutes; each forward is still of one.
         first_ms, last_ms = int(impressions.event_ms.min()), int(impressions.event_ms.max())
-        known = self._sink.known(first_ms, last_ms + 1, alone=False)
+        known = self._sink.known(first_ms, last_ms + 1)
         held = {bytes(name) for name in known}
         # A backfill may have written the table alone: what serving reads must not lack what training has.
         self._sink.restore(held & set(map(bytes, impressions.example_id)), first_ms, last_ms + 1)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from feature_store.asof import NEVER
@@ -80,23 +79,28 @@ class Sink:
         self._tables, self._pinned, self._metrics = tables, pinned, metrics
         self._surfaces, self._memory, self._delay = surfaces, memory, delay
 
-    def known(self, from_ms: int, to_ms: int, *, alone: bool) -> npt.NDArray[np.void]:
+    def known(self, from_ms: int, to_ms: int, *, alone: npt.NDArray[np.void] | None = None) -> npt.NDArray[np.void]:
         """Example ids [n] (V16) of the stretch that the space already has.
 
+        A request that begins before a stretch may end in it: its impressions belong to the stretch it began in.
+
         Raises:
-            FailedPrecondition: `alone`, and another snapshot of the same space has annotated a part of the stretch.
+            FailedPrecondition: another snapshot of the same space has annotated one of the examples `alone`.
         """
         if not self._tables.exists("annotations"):
             return np.zeros(0, dtype="V16")
         where = (ds.field("space_id") == self.space_id) & between("event_ms", from_ms, to_ms)
         table = self._tables.read("annotations", columns=["example_id", "model_version"], where=where)
-        others = set(pc.unique(table["model_version"]).to_pylist()) - {self._pinned.model_version}
-        if others and alone:
+        names = table["example_id"].to_pylist()
+        own = frozenset(bytes(name) for name in alone) if alone is not None else frozenset()
+        versions = table["model_version"].to_pylist()
+        others = {v for name, v in zip(names, versions, strict=True) if name in own} - {self._pinned.model_version}
+        if others:
             raise FailedPrecondition(
                 f"{from_ms} to {to_ms} holds annotations by {sorted(others)} in space {self.space_id.hex()}; "
                 f"a stretch is annotated by one snapshot: begin {self._pinned.model_version} after them"
             )
-        return np.frombuffer(b"".join(table["example_id"].to_pylist()), dtype="V16")
+        return np.frombuffer(b"".join(names), dtype="V16")
 
     def restore(self, names: set[bytes], from_ms: int, to_ms: int) -> None:
         """Makes sure that memories hold what the table says of some examples of a stretch, without a forward."""
@@ -165,7 +169,8 @@ class Annotator:
         """
         examples = self._replay.examples(from_ms, to_ms, requests=self._requests)
         last_ms = int(self._replay.impressions.event_ms[examples.impression].max(initial=from_ms)) + 1
-        done = self._done(self._sink.known(from_ms, max(to_ms, last_ms), alone=True))
+        own = self._replay.impressions.example_id[examples.impression]
+        done = self._done(self._sink.known(from_ms, max(to_ms, last_ms), alone=own))
         parts = list(self._forwards(examples, done, on_progress))
         memories = self._sink.write(parts)
         rows = sum(len(part.logits_NK) for part in parts)

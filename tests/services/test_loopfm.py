@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from feature_store.asof import NEVER
 from feature_store.batch import to_tensors
 from feature_store.errors import FailedPrecondition
+from feature_store.importing.rows import Importer
 from feature_store.online import OnlineStore, open_store
 from feature_store.replay import Replay
 from feature_store.spec import load_spec
@@ -143,6 +144,20 @@ def test_a_stretch_is_annotated_by_one_snapshot(home: SimpleNamespace) -> None:
     with pytest.raises(FailedPrecondition, match=r"holds annotations by \['gem/1'\]"):
         annotator(home, second).annotate(DAYS[0], DAYS[2])
     assert annotator(home, second).annotate(DAYS[1], DAYS[2]).rows > 0
+
+
+def test_a_request_that_ends_in_the_next_stretch_belongs_to_the_one_it_began_in(home: SimpleNamespace) -> None:
+    importer = Importer(home.replay.tables, home.replay.spec)
+    shown = [{"user_id": 1, "surface": "feed", "request_id": "late", "ad_id": ad} for ad in (1, 2)]
+    times = (DAYS[1] - 1, DAYS[1] + 1)
+    importer.take("impressions", "test", [{**row, "event_ms": at} for row, at in zip(shown, times, strict=True)])
+    home.replay = Replay(home.replay.spec, home.replay.tables)
+    first = annotator(home).annotate(DAYS[0], DAYS[1])
+    second = annotator(home, dataclasses.replace(home.pinned, model_version="gem/2")).annotate(DAYS[1], DAYS[2])
+    rows = home.replay.tables.read("annotations", columns=["request_id", "model_version", "event_ms"]).to_pylist()
+    late = [(row["model_version"], row["event_ms"]) for row in rows if row["request_id"] == "late"]
+    assert sorted(late) == [("gem/1", DAYS[1] - 1), ("gem/1", DAYS[1] + 1)]
+    assert first.rows + second.rows == len(rows)
 
 
 def test_spaces_are_never_mixed(home: SimpleNamespace) -> None:
