@@ -75,10 +75,10 @@ class Process:
     def start(self, log_folder: Path) -> None:
         """Starts it; its output goes to a file of its own."""
         log_folder.mkdir(parents=True, exist_ok=True)
+        own = [f"{name}={value}" for name, value in self.environment.items()]  # beside what it inherits
         with (log_folder / f"{self.name}.log").open("ab") as log:
             self.running = subprocess.Popen(
-                [sys.executable, "-m", self.module, *self.arguments],
-                env={**os.environ, **self.environment},
+                ["env", *own, sys.executable, "-m", self.module, *self.arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

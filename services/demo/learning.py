@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
-from feature_store.layout import column_index
 from feature_store.online import OnlineStore
 from feature_store.replay import Replay
-from feature_store.transfer import Annotations, Pairs
+from feature_store.transfer import Annotations
 from model.gem.flops import forward_flops
 from model.solaris.pair import pair_space_id
 from model.training.evaluate import Evaluation, Predictions, evaluate, predict
@@ -36,7 +35,7 @@ from services.loopfm.metrics import LoopFmMetrics
 from services.loopfm.records import Pinned
 from services.loopfm.writer import Annotator
 from services.solaris.lifetimes import Lifetimes
-from services.solaris.replay import PairReplay
+from services.solaris.replay import replayed_pairs
 
 FAMILY = "foundation"
 
@@ -96,7 +95,9 @@ def learn_verticals(config: DemoConfig, replay: Replay, days: Days, models: Path
     """Four arms a surface, on annotations and on pair embeddings as they stood; scored on the last day."""
     with console.progress("pair embeddings as of each request") as advance:
         replay.with_annotations(Annotations(replay.tables, replay.impressions, space_id=learned.space_id))
-        replay.with_pairs(pairs_as_of(config, replay, days, learned.space_id))
+        lifetimes = Lifetimes().stretched(config.lifetime_factor)
+        space_id = pair_space_id(learned.space_id)
+        replay.with_pairs(replayed_pairs(replay, space_id, from_ms=days.annotate_ms, lifetimes=lifetimes))
         advance(1, 1)
     jobs = [(surface, name) for surface in replay.spec.surfaces for name in ARMS]
     parts: dict[str, list[Predictions]] = {name: [] for name in ARMS}
@@ -112,29 +113,6 @@ def learn_verticals(config: DemoConfig, replay: Replay, days: Days, models: Path
         if own:
             learned.predictions[name] = _joined(own)
             learned.evaluations[name] = evaluate(learned.predictions[name], replay.spec.surfaces, replay.spec.objectives)
-
-
-def pairs_as_of(config: DemoConfig, replay: Replay, days: Days, space_id: bytes) -> Pairs:
-    """Pair embeddings of every impression since the first annotated day, as they stood when its request was read."""
-    log = replay.impressions
-    pair_space = pair_space_id(space_id)
-    dim = 64
-    reader = PairReplay(
-        replay.tables.read("pairs"), space_id=pair_space, dim=dim,
-        lifetimes=Lifetimes().stretched(config.lifetime_factor),
-    )  # fmt: skip
-    rows = np.flatnonzero(log.event_ms >= days.annotate_ms)
-    group = column_index(replay.layout.ad_ids, "ad_group")
-    groups = log.ad_ids[rows, group] if group is not None else np.full(len(rows), -(2**63))
-    read = reader.read(log.user_key[rows], log.ad_key[rows], groups, replay.read_ms("request")[rows])
-    out = Pairs(
-        q=np.zeros((len(log), dim), dtype=np.int8),
-        scale=np.zeros(len(log), dtype=np.float32),
-        level=np.full(len(log), 4, dtype=np.int32),
-        meta=np.zeros((len(log), 3), dtype=np.float32),
-    )
-    out.q[rows], out.scale[rows], out.level[rows], out.meta[rows] = read
-    return out
 
 
 def _snapshots(run: RunConfig, replay: Replay, days: Days, console: Console) -> Iterator[Snapshot]:

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from feature_store.ids import ABSENT
+from feature_store.layout import column_index
+from feature_store.replay import Replay
 from feature_store.transfer import Pairs
 from services.solaris.lifetimes import Lifetimes
 from services.solaris.reader import PairRead, PairReader, nothing
@@ -136,3 +138,20 @@ def _new_pair(row: dict[str, Any]) -> NewPair:
         vector=np.frombuffer(row["q"], dtype=np.int8),
     )
     return NewPair(row["user_key"], row["ad_key"], None if group in (None, ABSENT) else group, pair)
+
+
+def replayed_pairs(replay: Replay, space_id: bytes, *, from_ms: int, dim: int = 64, lifetimes: Lifetimes | None = None) -> Pairs:
+    """Pair embeddings of every impression of a log from an instant on, as they stood when its request was read.
+
+    Rows of the log before that are at the default level.
+    """
+    log = replay.impressions
+    reader = PairReplay(replay.tables.read("pairs"), space_id=space_id, dim=dim, lifetimes=lifetimes)
+    rows = np.flatnonzero(log.event_ms >= from_ms)
+    group = column_index(replay.layout.ad_ids, "ad_group")
+    groups = log.ad_ids[rows, group] if group is not None else np.full(len(rows), ABSENT, dtype=np.int64)
+    read = reader.read(log.user_key[rows], log.ad_key[rows], groups, replay.read_ms("request")[rows])
+    blank = nothing(len(log), dim).tensors()
+    out = Pairs(blank["pair_q"], blank["pair_scale"], blank["pair_level"], blank["pair_meta"])  # type: ignore[arg-type]  # dtypes are those of `nothing`
+    out.q[rows], out.scale[rows], out.level[rows], out.meta[rows] = read
+    return out
