@@ -177,6 +177,6 @@ def quantize_int4(z: Floats) -> npt.NDArray[np.uint8]:
 
 def dequantize_int4(packed: npt.NDArray[np.uint8]) -> Floats:
     """Vectors [n, d] of codes [n, d/2]."""
-    nibbles = np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1).astype(np.int8)
+    nibbles = np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), 2 * packed.shape[1]).astype(np.int8)
     signed = np.where(nibbles > 7, nibbles - 16, nibbles)
     return (signed / STEPS_PER_UNIT).astype(np.float32)

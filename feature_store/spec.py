@@ -5,25 +5,26 @@ Knows the rules of a spec and where in the file each was broken. Does not know t
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
 
 import xxhash
-import yaml
 from gem.schema.v1 import dataset_spec_pb2 as pb
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import Message
 
 from feature_store.errors import InvalidInput, UnknownSurface
+from feature_store.strict_yaml import parse_yaml as parse_yaml
 
-M = TypeVar("M", bound=Message)
 IMPRESSION = "impression"
 """The event source that is derived from shown ads and carries outcome bits."""
 ENTITIES = ("user", "ad", "ad_group", "campaign", "account")
+RESERVED = frozenset(
+    ["example_id", "event_id", "request_id", "user_id", "user_key", "ad_id", "ad_key", "source", "surface", "position", "event_ms", "occurred_ms", "available_ms", "valid_from_ms"]
+)
+"""Columns of the tables themselves; no feature may take their names."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 _BUILT_IN_KEYS = ("user", "surface")
 
 
@@ -35,8 +36,11 @@ class Spec:
 
     @cached_property
     def hash(self) -> bytes:
-        """16 bytes; every artefact and message that depends on the spec carries them."""
-        return xxhash.xxh128_digest(self.message.SerializeToString(deterministic=True))
+        """16 bytes; every artefact and message that depends on the spec carries them.
+
+        Written-out defaults and the source files of an import change nothing that is built from the spec, nor its hash.
+        """
+        return xxhash.xxh128_digest(_canonical(self.message).SerializeToString(deterministic=True))
 
     @cached_property
     def surfaces(self) -> tuple[str, ...]:
@@ -111,152 +115,15 @@ def load_spec(path: Path) -> Spec:
     return Spec(parse_yaml(text, pb.DatasetSpec, name=path.name, check=problems_of))
 
 
-def parse_yaml(
-    text: str, kind: type[M], *, name: str = "yaml", check: Callable[[M], Iterator[str]] = lambda message: iter(())
-) -> M:
-    """A message from YAML, strictly: unknown or repeated keys and values of a wrong type are errors.
-
-    `check` yields further problems of the whole message. Enum values are written without their prefix, in any case.
-
-    Raises:
-        InvalidInput: lists every problem with its line.
-    """
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise InvalidInput(f"{name} is not YAML: {error}") from error
-    message, problems = kind(), []
-    if node is None:
-        problems.append("line 1: the file is empty; write at least `name:`")
-    else:
-        _fill(message, node, "", problems)
-    if not problems:
-        problems.extend(check(message))
-    if problems:
-        raise InvalidInput(f"{name} has {len(problems)} problem(s):\n  " + "\n  ".join(problems))
-    return message
-
-
-def _at(node: yaml.Node, path: str, text: str) -> str:
-    return f"line {node.start_mark.line + 1}: {path or 'top level'}: {text}"
-
-
-def _fill(message: Message, node: yaml.Node, path: str, problems: list[str]) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        problems.append(_at(node, path, "must be a mapping of keys to values"))
-        return
-    seen: set[str] = set()
-    fields = message.DESCRIPTOR.fields_by_name
-    for key_node, value in node.value:
-        key = str(key_node.value)
-        where = f"{path}.{key}" if path else key
-        if key in seen:
-            problems.append(_at(key_node, where, "is there twice; keep one"))
-        elif key not in fields:
-            problems.append(_at(key_node, where, _unknown(key, message.DESCRIPTOR)))
-        else:
-            _set(message, fields[key], value, where, problems)
-        seen.add(key)
-
-
-def _unknown(key: str, descriptor: Descriptor) -> str:
-    known = sorted(descriptor.fields_by_name)
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys are {known}"
-    return f"unknown key; {hint}"
-
-
-def _set(message: Message, field: FieldDescriptor, node: yaml.Node, path: str, problems: list[str]) -> None:
-    target = getattr(message, field.name)
-    oneof = field.containing_oneof
-    if oneof and message.WhichOneof(oneof.name):
-        problems.append(_at(node, path, f"only one of {[f.name for f in oneof.fields]} may be given"))
-    elif field.message_type and field.message_type.GetOptions().map_entry:
-        _fill_map(target, field, node, path, problems)
-    elif field.is_repeated:
-        _fill_list(target, field, node, path, problems)
-    elif field.message_type:
-        target.SetInParent()
-        if not (isinstance(node, yaml.ScalarNode) and node.value == ""):
-            _fill(target, node, path, problems)
-    else:
-        value = _scalar(field, node, path, problems)
-        if value is not None:
-            setattr(message, field.name, value)
-
-
-def _fill_map(target: Any, field: FieldDescriptor, node: yaml.Node, path: str, problems: list[str]) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        problems.append(_at(node, path, "must be a mapping of names to values"))
-        return
-    value_field = field.message_type.fields_by_name["value"]
-    seen: set[str] = set()
-    for key_node, value in node.value:
-        key, where = str(key_node.value), f"{path}.{key_node.value}"
-        if key in seen:
-            problems.append(_at(key_node, where, "is there twice; keep one"))
-        elif value_field.message_type:
-            _fill(target[key], value, where, problems)
-        elif (scalar := _scalar(value_field, value, where, problems)) is not None:
-            target[key] = scalar
-        seen.add(key)
-
-
-def _fill_list(target: Any, field: FieldDescriptor, node: yaml.Node, path: str, problems: list[str]) -> None:
-    if not isinstance(node, yaml.SequenceNode):
-        problems.append(_at(node, path, "must be a list"))
-        return
-    for index, item in enumerate(node.value):
-        where = f"{path}[{index}]"
-        if field.message_type:
-            _fill(target.add(), item, where, problems)
-        elif (scalar := _scalar(field, item, where, problems)) is not None:
-            target.append(scalar)
-
-
-def _scalar(field: FieldDescriptor, node: yaml.Node, path: str, problems: list[str]) -> Any:
-    if not isinstance(node, yaml.ScalarNode):
-        problems.append(_at(node, path, f"must be {_WANTED[field.cpp_type]}"))
-        return None
-    if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
-        return _enum(field, node, path, problems)
-    value = yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]  # PyYAML is untyped here
-    accepted = _TYPES[field.cpp_type]
-    fits = isinstance(value, accepted) and (accepted is bool or not isinstance(value, bool))
-    if fits and isinstance(value, int) and accepted is int:
-        bits = 32 if field.cpp_type == FieldDescriptor.CPPTYPE_INT32 else 64
-        fits = -(2 ** (bits - 1)) <= value < 2 ** (bits - 1)
-    if not fits:
-        problems.append(_at(node, path, f"{node.value!r} must be {_WANTED[field.cpp_type]}"))
-        return None
-    return value
-
-
-def _enum(field: FieldDescriptor, node: yaml.ScalarNode, path: str, problems: list[str]) -> int | None:
-    values = field.enum_type.values
-    prefix = values[0].name.removesuffix("UNSPECIFIED")
-    names = {value.name.removeprefix(prefix).lower(): value.number for value in values if value.number}
-    number = names.get(node.value.lower())
-    if number is None:
-        problems.append(_at(node, path, f"{node.value!r} must be one of {sorted(names)}"))
-    return number
-
-
-_TYPES: dict[int, Any] = {
-    FieldDescriptor.CPPTYPE_STRING: str,
-    FieldDescriptor.CPPTYPE_INT64: int,
-    FieldDescriptor.CPPTYPE_INT32: int,
-    FieldDescriptor.CPPTYPE_DOUBLE: (int, float),
-    FieldDescriptor.CPPTYPE_BOOL: bool,
-}
-_WANTED: dict[int, str] = {
-    FieldDescriptor.CPPTYPE_STRING: "text (quote numbers)",
-    FieldDescriptor.CPPTYPE_INT64: "a whole number of 64 bits",
-    FieldDescriptor.CPPTYPE_INT32: "a whole number of 32 bits",
-    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
-    FieldDescriptor.CPPTYPE_BOOL: "true or false",
-    FieldDescriptor.CPPTYPE_ENUM: "one of the known words",
-}
+def _canonical(message: pb.DatasetSpec) -> pb.DatasetSpec:
+    own = pb.DatasetSpec.FromString(message.SerializeToString())
+    own.ClearField("tables")
+    for feature in own.features:
+        if feature.HasField("id"):
+            feature.id.table = feature.id.table or feature.name
+    for source in own.event_sources:
+        source.merge_group = source.merge_group or "default"
+    return own
 
 
 def problems_of(spec: pb.DatasetSpec) -> Iterator[str]:
@@ -285,6 +152,8 @@ def _names(what: str, names: Sequence[str]) -> Iterator[str]:
     for index, name in enumerate(names):
         if not name:
             yield f"{what}[{index}].name: is empty; name it"
+        elif not _NAME.fullmatch(name):
+            yield f"{what}[{index}].name: {name!r} must be up to 63 ASCII letters, digits, - and _; it becomes a column and a header"
         elif name in names[:index]:
             yield f"{what}[{index}].name: {name!r} is there twice; rename one"
 
@@ -321,6 +190,7 @@ def _feature_problems(spec: pb.DatasetSpec) -> Iterator[str]:
     rows: dict[str, int] = {}
     for feature in spec.features:
         where, kind = f"features.{feature.name}", feature.WhichOneof("kind")
+        yield from _clashes(feature, spec)
         if not feature.owner:
             yield f"{where}.owner: is missing; write user, ad or request"
         if not kind:
@@ -333,6 +203,21 @@ def _feature_problems(spec: pb.DatasetSpec) -> Iterator[str]:
                 yield f"{where}.id.rows: {feature.id.rows} must be at least 3: absent, unknown and one for keys"
             elif rows.setdefault(table, feature.id.rows) != feature.id.rows:
                 yield f"{where}.id.rows: {feature.id.rows} differs from {rows[table]} of table {table!r}; make them equal"
+
+
+def _clashes(feature: pb.Feature, spec: pb.DatasetSpec) -> Iterator[str]:
+    """Names that mean something else already."""
+    where = f"features.{feature.name}"
+    if feature.name in RESERVED:
+        yield f"{where}.name: {feature.name!r} is a column of the tables themselves; rename the feature"
+    if feature.name not in ENTITIES:
+        return
+    owner = pb.OWNER_USER if feature.name == "user" else pb.OWNER_AD
+    if feature.owner and feature.owner != owner:
+        yield f"{where}.owner: ids of {feature.name} belong to the {'user' if owner == pb.OWNER_USER else 'ad'}; correct the owner"
+    declared = spec.entities[feature.name].id_type if feature.name in spec.entities else pb.ID_TYPE_UNSPECIFIED
+    if feature.id.id_type and declared and feature.id.id_type != declared:
+        yield f"{where}.id.id_type: differs from entities.{feature.name}.id_type; drop it here"
 
 
 def _source_problems(spec: pb.DatasetSpec) -> Iterator[str]:
@@ -349,7 +234,6 @@ def _source_problems(spec: pb.DatasetSpec) -> Iterator[str]:
 def _aggregate_problems(spec: pb.DatasetSpec) -> Iterator[str]:
     sources = {source.name for source in spec.event_sources} | {IMPRESSION}
     objectives = {objective.name for objective in spec.objectives}
-    keys = {f.name for f in spec.features if f.owner == pb.OWNER_AD and f.HasField("id")} | set(_BUILT_IN_KEYS)
     for aggregate in spec.aggregates:
         where, over = f"aggregates.{aggregate.name}", aggregate.WhichOneof("over")
         if not over:
@@ -364,6 +248,16 @@ def _aggregate_problems(spec: pb.DatasetSpec) -> Iterator[str]:
             yield f"{where}.statistic: a rate is of an objective; give objective instead of source"
         if aggregate.half_life_seconds < 0 or aggregate.prior_strength < 0:
             yield f"{where}: half_life_seconds and prior_strength must not be negative"
-        for name in aggregate.by:
-            if name not in keys:
-                yield f"{where}.by: {name!r} is not a key; use one of {sorted(keys)}"
+        yield from _key_problems(aggregate, spec)
+
+
+def _key_problems(aggregate: pb.Aggregate, spec: pb.DatasetSpec) -> Iterator[str]:
+    where = f"aggregates.{aggregate.name}"
+    keys = {f.name for f in spec.features if f.owner == pb.OWNER_AD and f.HasField("id")} | set(_BUILT_IN_KEYS)
+    if aggregate.name in {feature.name for feature in spec.features}:
+        yield f"{where}.name: {aggregate.name!r} is a feature too; rename one"
+    if len(set(aggregate.by)) < len(aggregate.by):
+        yield f"{where}.by: {list(aggregate.by)} names a key twice; drop one"
+    for name in aggregate.by:
+        if name not in keys:
+            yield f"{where}.by: {name!r} is not a key; use one of {sorted(keys)}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -205,10 +206,13 @@ class Tables:
         files = [str(uri).removeprefix("file://") for uri in table.file_uris()]
         return ds.dataset(files, schema=columns, format="parquet") if files else ds.dataset(columns.empty_table())
 
-    def _write(self, name: str, rows: pa.Table | pa.RecordBatchReader, mode: str) -> None:
+    def _write(self, name: str, rows: pa.Table | pa.RecordBatchReader, mode: Literal["append", "overwrite"]) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        evolve = "merge" if mode == "append" else "overwrite"
-        write_deltalake(str(self.path(name)), rows, mode=mode, schema_mode=evolve)
+        path = str(self.path(name))
+        if mode == "append":
+            write_deltalake(path, rows, mode="append", schema_mode="merge")
+        else:
+            write_deltalake(path, rows, mode="overwrite", schema_mode="overwrite")
 
 
 def between(column: str, from_ms: int | None, to_ms: int | None) -> pc.Expression | None:

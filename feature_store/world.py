@@ -150,7 +150,7 @@ def _exposure(config: WorldConfig, rng: np.random.Generator, from_day: Ints, unt
     live[starved] = popularity
     share = np.cumsum(live, axis=1) / live.sum(1, keepdims=True)
     share[:, -1] = 1.0
-    return (day + share).ravel()
+    return np.asarray((day + share).ravel(), dtype=np.float64)
 
 
 def _make_surfaces(config: WorldConfig, rng: np.random.Generator) -> _Surfaces:
@@ -219,7 +219,8 @@ class _Users:
     def sequence(self, active: Ints, vectors: Floats) -> Floats:
         """Affinity [n, K] of what was just seen to candidate vectors [n, K, d]."""
         decay = np.exp(-np.arange(_MEMORY)[::-1] / 6)
-        return np.einsum("nm,nmd,nkd->nk", self.weight[active] * decay, self.seen[active], vectors)
+        affinity = np.einsum("nm,nmd,nkd->nk", self.weight[active] * decay, self.seen[active], vectors)
+        return np.asarray(affinity, dtype=np.float64)
 
 
 def _simulate(
@@ -329,7 +330,8 @@ def _click_logits(
     profile = 0.15 * (users.profile[active, 0][:, None] - 1.5) * (ads.tag[shown] % 3 - 1)
     sequence = 0.35 * config.sequence_strength * users.sequence(active, v)
     score = 0.9 * interest + 0.9 * intent + ads.quality[day[:, None], shown] + profile + sequence
-    return surfaces.bias[surface][:, None] + surfaces.slope[surface][:, None] * score
+    logits = surfaces.bias[surface][:, None] + surfaces.slope[surface][:, None] * score
+    return np.asarray(logits, dtype=np.float64)
 
 
 def _after_click(config: WorldConfig, ads: _Ads, users: _Users, active: Ints, shown: Ints) -> dict[str, Floats]:

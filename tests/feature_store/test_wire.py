@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gem.common.v1.tensor_pb2 import Tensor
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from feature_store.errors import InvalidInput
 from feature_store.wire import pack_tensor, unpack_tensor
-from gem.common.v1.tensor_pb2 import Tensor
 
 DTYPES = st.sampled_from(["<f4", ">f4", "<i8", ">i8", "<i4", "i1", "u1"])
 
