@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from feature_store.errors import GemError
@@ -29,6 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 train_app = typer.Typer(help="Train the foundation model, or a surface's vertical model.", no_args_is_help=True)
 solaris_app = typer.Typer(help="Look at pair embeddings.", no_args_is_help=True)
@@ -39,13 +39,10 @@ app.add_typer(solaris_app, name="solaris")
 def run(arguments: Sequence[str]) -> int:
     """Runs a command; returns its exit status."""
     try:
-        app(list(arguments), standalone_mode=False)
-    except click.exceptions.Exit as done:
-        return done.exit_code
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except (click.Abort, KeyboardInterrupt):
+        app(list(arguments))
+    except SystemExit as done:  # typer has spoken: wrong usage is 2
+        return done.code if isinstance(done.code, int) else 0
+    except KeyboardInterrupt:
         return 130
     except GemError as error:
         sys.stderr.write(f"gemctl: {error}\n")

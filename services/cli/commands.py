@@ -222,8 +222,7 @@ def up(console: Console, home: Home, *, base_port: int) -> None:
         console.say(f"router at {ports.router}; try: gemctl rank --surface {replay.spec.surfaces[0]} --user 1 --ads 1,2,3")
         console.say("Ctrl-C stops everything")
         try:
-            while not any(process.dead() for process in running.processes):
-                time.sleep(0.5)
+            running.watch()
         except KeyboardInterrupt:
             console.say("stopping …")
 

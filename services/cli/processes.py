@@ -56,6 +56,11 @@ class Ports:
         """The same over REST."""
         return self.base + 4
 
+    @property
+    def sink(self) -> str:
+        """Health of the process that drains the served log."""
+        return f"127.0.0.1:{self.base + 5}"
+
     def metrics(self, index: int) -> str:
         """Where process number `index` answers /metrics."""
         return f"127.0.0.1:{self.base + 10 + index}"
@@ -129,6 +134,23 @@ class Platform:
         for process in self.processes:
             if process.health:
                 self._wait(process, process.health, deadline)
+        self._require_life()
+
+    def watch(self) -> None:
+        """Returns never, unless a process ends by itself.
+
+        Raises:
+            NotReady: one did; says which and why.
+        """
+        while True:
+            self._require_life()
+            time.sleep(0.5)
+
+    def _require_life(self) -> None:
+        for process in self.processes:
+            if process.dead():
+                log = self.home.root / "logs" / f"{process.name}.log"
+                raise NotReady(f"{process.name} ended by itself; see {log}:\n{_tail(log)}")
 
     def stop(self) -> None:
         """SIGTERM to all, clients' side first; SIGKILL for those that do not end in time."""
@@ -218,7 +240,7 @@ def platform(
     made.append(process("vertical", listen=ports.vertical, GEM_HTTP_LISTEN=f"127.0.0.1:{ports.vertical_http}"))
     made.append(process("router", listen=ports.router))
     made.append(process("solaris-worker"))
-    made.append(process("router-sink"))
+    made.append(process("router-sink", listen=ports.sink))
     made.append(process("loopfm", "--follow"))
     return Platform(home, made)
 
