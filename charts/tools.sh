@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Puts helm into a folder unless it is on PATH: tools.sh FOLDER
+# Puts helm and kubectl into a folder unless both are on PATH: tools.sh FOLDER
 set -euo pipefail
 folder=${1:?usage: tools.sh FOLDER}
-command -v helm >/dev/null && exit 0
+command -v helm >/dev/null && command -v kubectl >/dev/null && exit 0
 [ -x "$folder/helm" ] && exit 0
 mkdir -p "$folder"
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT

@@ -61,7 +61,7 @@ def module(container: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("chart", [*SERVICES, "gem"])
 def test_a_chart_lints_strictly(helm: Path, charts: Path, chart: str) -> None:
-    command = [helm, "lint", "--strict", "-f", "environment.yaml", chart]
+    command: list[str | Path] = [helm, "lint", "--strict", "-f", "environment.yaml", chart]
     done = subprocess.run(command, cwd=charts, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
@@ -108,7 +108,7 @@ def test_custom_documents_are_strictly_valid(full: Documents, crds: dict[tuple[s
 
 
 def test_a_trainjob_is_one_value_away(render: Render, crds: dict[tuple[str, str], dict[str, Any]]) -> None:
-    (job,) = render("trainer", sets=("run.kind=TrainJob",))
+    (job,) = (d for d in render("trainer", sets=("run.kind=TrainJob",)) if d["kind"] != "NetworkPolicy")
     jsonschema.validate(job, crds[(job["apiVersion"], job["kind"])])
 
 
@@ -144,6 +144,19 @@ def test_callers_and_callees_agree(charts: Path) -> None:
     calls |= {("solaris", callee) for callee in values["solaris"]["worker"]["callees"]}
     called = {(caller, name) for name in SERVICES for caller in values[name]["workload"].get("callers", [])}
     assert calls == {(caller, name) for caller, name in called if caller != "gateway"}
+
+
+def test_what_runs_is_covered_by_a_policy_that_lets_its_callers_in(full: Documents) -> None:
+    policies = {d["metadata"]["name"]: d["spec"] for d in full if d["kind"] == "NetworkPolicy"}
+    assert set(policies) == {f"rel-{name}" for name in (*SERVICES, "solaris-worker", "router-sink")}
+
+    def callers(name: str) -> set[str]:
+        sources = [s for rule in policies[name]["ingress"] for s in rule["from"] if "podSelector" in s]
+        return {source["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for source in sources}
+
+    assert callers("rel-sequence") == {"router", "solaris"}
+    assert callers("rel-vertical") == {"router"}
+    assert callers("rel-solaris-worker") == set()
 
 
 def test_processes_get_the_environment_that_they_read_and_nothing_else(full: Documents) -> None:

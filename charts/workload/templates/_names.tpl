@@ -12,6 +12,7 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 {{ include "workload.selectorLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: gem
+app.kubernetes.io/component: {{ .root.Chart.Name }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}

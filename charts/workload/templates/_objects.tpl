@@ -106,7 +106,7 @@ spec:
     - from: [{ namespaceSelector: { matchLabels: { kubernetes.io/metadata.name: {{ .root.Values.global.monitoringNamespace }} } } }]
       ports: [{ port: metrics, protocol: TCP }]
     {{- range .values.callers }}
-    - from: [{ podSelector: { matchLabels: { app.kubernetes.io/name: {{ . }}, app.kubernetes.io/part-of: gem } } }]
+    - from: [{ podSelector: { matchLabels: { app.kubernetes.io/component: {{ . }}, app.kubernetes.io/part-of: gem } } }]
       ports: [{ port: grpc, protocol: TCP }]
     {{- end }}
   egress:
@@ -117,7 +117,7 @@ spec:
     - ports: [{ port: {{ .root.Values.global.store.port }}, protocol: TCP }]
     {{- end }}
     {{- range .values.callees }}
-    - to: [{ podSelector: { matchLabels: { app.kubernetes.io/name: {{ . }}, app.kubernetes.io/part-of: gem } } }]
+    - to: [{ podSelector: { matchLabels: { app.kubernetes.io/component: {{ . }}, app.kubernetes.io/part-of: gem } } }]
     {{- end }}
 {{- end -}}
 
