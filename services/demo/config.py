@@ -20,8 +20,8 @@ class DemoConfig:
     """Rank requests replayed on the last day."""
     annotated_days: int = 4
     """Days before the last that the foundation model annotates for the vertical models."""
-    batch_requests: int = 24
-    """Requests of a training step: small, because a demo's log is."""
+    batch_candidates: int = 256
+    """Candidates of a training step, about: few, because a demo's log is small and steps are what it lacks."""
     lifetime_factor: float = 8.0
     """Pair embeddings live this much longer than by default: the world's users return once a day, not every few hours."""
     train_share: float = 1.0

@@ -67,7 +67,7 @@ def learn_foundation(
         preset=config.preset,
         train_from_ms=days.first_ms,
         train_to_ms=days.annotate_ms,
-        fit=FitConfig(batch_requests=config.batch_requests),
+        fit=FitConfig(batch_requests=batch_requests(config, replay)),
     )
     torch.set_num_threads(1)  # batches are read on the other core meanwhile; two threads fighting over it are slower
     metrics, ceiling = LoopFmMetrics(CollectorRegistry()), measure_ceiling()
@@ -113,6 +113,12 @@ def learn_verticals(config: DemoConfig, replay: Replay, days: Days, models: Path
         if own:
             learned.predictions[name] = _joined(own)
             learned.evaluations[name] = evaluate(learned.predictions[name], replay.spec.surfaces, replay.spec.objectives)
+
+
+def batch_requests(config: DemoConfig, replay: Replay) -> int:
+    """Requests that hold about as many candidates as a step should."""
+    log = replay.impressions
+    return max(1, round(config.batch_candidates * len(log.request_ids) / max(1, len(log))))
 
 
 def _snapshots(run: RunConfig, replay: Replay, days: Days, console: Console) -> Iterator[Snapshot]:
@@ -184,7 +190,7 @@ def _vertical(config: DemoConfig, replay: Replay, days: Days, surface: str, name
         train_from_ms=days.annotate_ms,
         train_to_ms=days.test_ms,
         test_to_ms=days.end_ms,
-        fit=FitConfig(batch_requests=config.batch_requests, epochs=epochs),
+        fit=FitConfig(batch_requests=batch_requests(config, replay), epochs=epochs),
     )
     return train_vertical(run, replay)
 
