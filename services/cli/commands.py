@@ -6,6 +6,7 @@ that `gemctl --help` answers at once.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -216,6 +217,8 @@ def up(console: Console, home: Home, *, base_port: int) -> None:
         write_routes(home, replay.spec, verticals)
     with open_store(home.store_url, timeout_seconds=_STORE_SECONDS) as store, console.progress("online rows") as advance:
         materialize(replay, store, until_ms=last, progress=advance)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a supervisor's stop is a person's Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
     ports = Ports(base=base_port)
     models = [f"{name}={folder}" for name, folder in verticals.items()]
     with platform(home, ports, models, foundation=home.models_root / _FOUNDATION) as running:

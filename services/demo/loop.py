@@ -92,8 +92,15 @@ def _serve(
     )
     console.say("starting six services …")
     client = TelemetrySettings(service_name="client", trace_file=home.trace_path / "client.jsonl")
-    with running, telemetry.started(client, CollectorRegistry()):
-        return replay_day(replay, days, ports, home.store_url, requests=config.requests, console=console)
+    provider = telemetry.build_provider(client, CollectorRegistry())
+    try:
+        with running:
+            return replay_day(
+                replay, days, ports, home.store_url,
+                requests=config.requests, tracer=provider.get_tracer("gem.demo"), console=console,
+            )  # fmt: skip
+    finally:
+        provider.shutdown()
 
 
 def _report(

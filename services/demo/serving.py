@@ -20,7 +20,8 @@ from gem.router.v1 import router_service_pb2_grpc
 from gem.sequence.v1 import sequence_service_pb2, sequence_service_pb2_grpc
 from gem.solaris.v1.solaris_service_pb2 import KnowledgeLevel
 from opentelemetry import propagate
-from opentelemetry.trace import SpanKind
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind, Tracer
 
 from feature_store.asof import NEVER
 from feature_store.replay import Replay
@@ -28,7 +29,6 @@ from feature_store.streams import Stream, open_stream
 from services.cli.console import Console
 from services.cli.processes import Ports
 from services.demo.config import Days
-from services.runtime import telemetry
 
 Rows = npt.NDArray[np.int64]
 
@@ -70,7 +70,7 @@ class Served:
 
 
 def replay_day(
-    replay: Replay, days: Days, ports: Ports, store_url: str, *, requests: int, console: Console
+    replay: Replay, days: Days, ports: Ports, store_url: str, *, requests: int, tracer: Tracer, console: Console
 ) -> Served:
     """Ranks each request of the last day when it happened, then tells the sequence service what came of it."""
     examples = replay.examples(days.test_ms, days.end_ms)
@@ -89,7 +89,7 @@ def replay_day(
             shown = examples.impression[examples.offsets[row] : examples.offsets[row + 1]]
             now = int(examples.request_ms[row])
             outcomes.tell(append, now)
-            _rank(rank, replay, shown, now, served, window=done * _WINDOWS // len(chosen))
+            _rank(rank, replay, shown, now, served, tracer, window=done * _WINDOWS // len(chosen))
             append.AppendEvents(
                 sequence_service_pb2.AppendEventsRequest(events=list(_events(replay, shown))), timeout=_CALL_SECONDS
             )
@@ -107,6 +107,7 @@ def _rank(
     shown: Rows,
     now: int,
     served: Served,
+    tracer: Tracer,
     *,
     window: int,
 ) -> None:
@@ -120,7 +121,7 @@ def _rank(
         candidates=[messages.Candidate(ad_id=str(ad), bid=1.0) for ad in dict.fromkeys(log.ad_key[shown].tolist())],
     )
     start = time.perf_counter()
-    with telemetry.span("request", kind=SpanKind.CLIENT, root=True, surface=request.surface):
+    with tracer.start_as_current_span("request", context=Context(), kind=SpanKind.CLIENT):
         headers: dict[str, str] = {}
         propagate.inject(headers)
         metadata = tuple((name.lower(), value) for name, value in headers.items())
