@@ -85,7 +85,8 @@ def train_foundation(console: Console, home: Home, *, preset: str, until: str | 
             advance(progress.step, progress.num_steps)
 
         trained = train(run, replay, on_progress=on_progress)
-    golden, _ = ReplayRows(replay, first, end).batch(np.arange(8))
+    rows = ReplayRows(replay, first, end)
+    golden, _ = rows.batch(np.arange(min(8, len(rows))))
     figures = {"flops_per_example": trained.flops_per_example, "mfu": trained.mfu, "loss": trained.log.losses[-1]}
     folder = publish_foundation(
         home.models_root, Version(_FOUNDATION, _stamp(), _now_ms()), trained.teacher, replay.spec, golden,
@@ -132,7 +133,8 @@ def train_vertical(
     run = VerticalRun(model=model, train_from_ms=first, train_to_ms=end, fit=FitConfig(epochs=epochs))
     with console.progress(f"{surface} {arm_name}") as advance:
         trained = train(run, replay, on_progress=lambda progress: advance(progress.step, progress.num_steps))
-    golden, _ = ReplayRows(replay, first, end, surface=surface).batch(np.arange(8))
+    rows = ReplayRows(replay, first, end, surface=surface)
+    golden, _ = rows.batch(np.arange(min(8, len(rows))))
     name = f"{surface}-{arm_name.lower()}"
     folder = publish_vertical(
         home.models_root, Version(name, _stamp(), _now_ms()), trained.tower, replay.spec, golden,
