@@ -27,6 +27,8 @@ ABSENT = -(2**63)
 """Key that means "no value"."""
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _HEAD = struct.Struct("<4q")
+_LONGEST = 100
+"""Characters of a decimal id that are worth reading; Python refuses some thousands of digits."""
 _DECIMAL = re.compile(r"[+-]?[0-9]+")
 
 
@@ -58,8 +60,14 @@ def example_id(request_id: str, ad_key: int, surface: str, event_ms: int) -> byt
     """Name of an impression: xxh128 of its request, ad, surface and time, 16 bytes.
 
     Parts are preceded by their lengths, so that no two impressions spell the same bytes.
+
+    Raises:
+        InvalidInput: a text is not valid Unicode.
     """
-    request, place = request_id.encode(), surface.encode()
+    try:
+        request, place = request_id.encode(), surface.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"{request_id!r} or {surface!r} holds a lone surrogate; send valid Unicode") from error
     return xxhash.xxh128_digest(_HEAD.pack(len(request), len(place), ad_key, event_ms) + request + place)
 
 
@@ -88,9 +96,9 @@ def _int64_key(value: object) -> int:
         raise InvalidInput(f"id {value!r} is {type(value).__name__}; an int64 id must be an integer or decimal text")
     if isinstance(value, str) and not _DECIMAL.fullmatch(value):
         raise InvalidInput(f"id {value!r} is not a decimal integer; declare the entity as string or fix the id")
-    key = int(value)
+    key = int(value) if not isinstance(value, str) or len(value) <= _LONGEST else _HIGH + 1
     if not _LOW <= key <= _HIGH:
-        raise InvalidInput(f"id {value!r} does not fit in 64 bits; declare the entity as string")
+        raise InvalidInput(f"id {str(value)[:_LONGEST]!r} does not fit in 64 bits; declare the entity as string")
     if key == ABSENT:
         raise InvalidInput(f"id {key} is reserved for 'no value'; renumber it, or declare the entity as string")
     return key

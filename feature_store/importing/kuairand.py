@@ -5,24 +5,26 @@ Knows KuaiRand's files (Gao et al., CIKM 2022). Does not know what makes a row g
 Ad = video, ad group = author, campaign = first tag. A request is one user's impressions in one tab within 60 s of the
 first. Users' features are one snapshot, valid from the beginning. The items watched before the log have no times of
 their own: the last one is placed at `last_time_ms`, each earlier one a millisecond before, all of them before the log.
-Columns that come after the outcome (play and stay times) are never read.
+Columns that come after the outcome (play and stay times) are never read, and neither is `log_random_*`: its rows were
+inserted at random, not ranked.
 """
 
 from __future__ import annotations
 
-import glob
+import re
 from collections.abc import Iterator
 from datetime import UTC, date, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from feature_store.errors import NotFound
-from feature_store.importing.rows import OUTCOME_PREFIX, Importer, ImportReport, Progress
+from feature_store.errors import InvalidInput, NotFound
+from feature_store.importing.files import batches, text_of
+from feature_store.importing.rows import MALFORMED, OUTCOME_PREFIX, Importer, ImportReport, Progress
 from feature_store.spec import Spec
 from feature_store.tables import Tables
 
@@ -39,6 +41,8 @@ OUTCOMES = {
     "forward": "is_forward",
 }
 _LOG = ("user_id", "video_id", "time_ms", "tab", *OUTCOMES.values())
+_RANDOM = "log_random"
+_WHOLE = r"^-?[0-9]{1,18}$"
 _SEQUENCES = {"watch": "watch_seq", "long_watch": "long_watch_seq", "like": "like_seq"}
 
 
@@ -58,32 +62,67 @@ def import_kuairand(
         TooManyRejects: more than the allowed share of rows was refused.
     """
     importer = Importer(tables, spec, max_reject_share=max_reject_share, outcome_delay_ms=outcome_delay_ms)
-    log = pa.concat_tables([_read(path, _LOG) for path in _paths(source, "log_*", required=True)])
-    log = log.sort_by([("time_ms", "ascending"), ("user_id", "ascending"), ("video_id", "ascending")])
+    malformed: list[str] = []
+    log = _log(source, malformed)
     importer.take("catalogue", "video_features", _catalogue(source))
     importer.take("users", "user_features", _users(source))
     importer.take("events", "prehistory", _prehistory(source))
-    importer.take("impressions", "log", _impressions(log), total=log.num_rows, progress=progress)
+    rows = chain(_impressions(log), ({MALFORMED: line} for line in malformed))
+    importer.take("impressions", "log", rows, total=log.num_rows + len(malformed), progress=progress)
     return importer.report
 
 
 def _paths(source: Path, pattern: str, *, required: bool = False) -> list[Path]:
-    names = [name for ending in ("parquet", "csv") for name in glob.glob(str(source / f"{pattern}.{ending}"))]
-    if required and not names:
+    """Files of a pattern; of the CSV files only if there is no Parquet, which would hold the same rows."""
+    for ending in ("parquet", "csv"):
+        found = sorted(path for path in source.glob(f"{pattern}.{ending}") if not path.name.startswith(_RANDOM))
+        if found:
+            return found
+    if required:
         raise NotFound(f"{source / pattern}.parquet or .csv does not exist; give the folder that holds KuaiRand's files")
-    return [Path(name) for name in sorted(names)]
+    return []
 
 
-def _read(path: Path, columns: tuple[str, ...] | None = None) -> pa.Table:
-    if path.suffix == ".parquet":
-        return pq.read_table(path, columns=list(columns) if columns else None).cast(_plain(pq.read_schema(path), columns))
-    return pa_csv.read_csv(path, convert_options=pa_csv.ConvertOptions(include_columns=list(columns or ())))
+def _log(source: Path, malformed: list[str]) -> pa.Table:
+    """The log in time order, ties by user and video; rows whose time cannot be read come last."""
+    parts = [
+        batch
+        for path in _paths(source, "log_*", required=True)
+        for batch in batches(path, _LOG, malformed=malformed, as_text=True)
+    ]
+    log = pa.table({name: _integers(pa.chunked_array([_as_text(part[name]) for part in parts], pa.string())) for name in _LOG})
+    order = pa.table({name: _sortable(log[name]) for name in ("time_ms", "user_id", "video_id")})
+    return log.take(pc.sort_indices(order, [(name, "ascending") for name in order.column_names]))
 
 
-def _plain(found: pa.Schema, columns: tuple[str, ...] | None) -> pa.Schema:
-    """The same columns with integers of one width, so that files can be joined."""
-    kept = [found.field(name) for name in columns] if columns else list(found)
-    return pa.schema([pa.field(f.name, pa.int64() if pa.types.is_integer(f.type) else f.type) for f in kept])
+def _as_text(column: pa.Array) -> pa.Array:
+    """Cells as a CSV has them."""
+    if pa.types.is_binary(column.type):
+        return pa.array([None if cell is None else ascii(text_of(cell)) for cell in column.to_pylist()], pa.string())
+    return column.cast(pa.string())
+
+
+def _integers(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column of whole numbers; one that holds anything else stays text, for the row check to refuse those cells."""
+    try:
+        return column.cast(pa.int64())
+    except pa.ArrowInvalid:
+        return column
+
+
+def _sortable(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    if not pa.types.is_string(column.type):
+        return column
+    return pc.if_else(pc.match_substring_regex(column, _WHOLE), column, pa.scalar(None, pa.string())).cast(pa.int64())
+
+
+def _read(path: Path) -> pa.Table:
+    """A small file whole."""
+    malformed: list[str] = []
+    parts = list(batches(path, malformed=malformed))
+    if malformed:
+        raise InvalidInput(f"{path}: {len(malformed)} lines have too many or too few cells, as {malformed[0]!r}; correct them")
+    return pa.Table.from_batches(parts) if parts else pq.read_schema(path).empty_table()
 
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
@@ -92,25 +131,36 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def _impressions(log: pa.Table) -> Iterator[dict[str, Any]]:
-    """Rows in time order, named by the request they belong to, and a second's rows of one video only once."""
-    requests: dict[tuple[int, str], tuple[int, str, int]] = {}
+    """Rows in time order, named by the request they belong to; repeats of (user, video, time) share a name."""
+    requests: dict[tuple[object, str | None], tuple[int, str, int]] = {}
     for row in _rows(log):
-        user, when = row["user_id"], row["time_ms"]
-        surface = SURFACES.get(row["tab"], "other")
+        user, when, surface = row["user_id"], _whole(row["time_ms"]), _surface(row["tab"])
         began, name, position = requests.get((user, surface), (-REQUEST_GAP_MS - 1, "", 0))
         if when is not None and when - began > REQUEST_GAP_MS:
             began, name, position = when, f"{user}:{surface}:{when}", 0
         requests[(user, surface)] = (began, name, position + 1)
         yield {
+            "impression_id": f"{user}:{row['video_id']}:{when}",
             "user_id": user,
             "ad_id": row["video_id"],
             "surface": surface,
-            "event_ms": when,
+            "event_ms": row["time_ms"],
             "request_id": name,
             "position": position,
             **{OUTCOME_PREFIX + objective: row[column] for objective, column in OUTCOMES.items()},
-            OUTCOME_PREFIX + "long_view_click": row["long_view"] and row["is_click"],
+            OUTCOME_PREFIX + "long_view_click": int(_whole(row["long_view"]) == _whole(row["is_click"]) == 1),
         }
+
+
+def _whole(cell: object) -> int | None:
+    """The whole number in a cell; nothing if it holds none."""
+    return int(str(cell)) if re.fullmatch(_WHOLE, str(cell)) else None
+
+
+def _surface(tab: object) -> str | None:
+    """The tab's surface; nothing if the cell holds no tab, for the row check to refuse."""
+    number = _whole(tab)
+    return None if number is None else SURFACES.get(number, "other")
 
 
 def _catalogue(source: Path) -> Iterator[dict[str, Any]]:
@@ -125,7 +175,7 @@ def _catalogue(source: Path) -> Iterator[dict[str, Any]]:
             "video_type": row.get("video_type"),
             "upload_type": row.get("upload_type"),
             "music": row.get("music_id"),
-            "music_type": None if row.get("music_type") is None else int(row["music_type"]),
+            "music_type": _category(row.get("music_type")),
             "age": upload,
             "duration": row.get("video_duration"),
             "width": row.get("server_width"),
@@ -133,15 +183,17 @@ def _catalogue(source: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def _first_tag(tags: Any) -> int | None:
+def _first_tag(tags: object) -> object:
     first = str(tags).split(",")[0] if tags is not None else ""
-    return int(float(first)) if first and first != "nan" else None
+    return _category(first) if first and first != "nan" else None
 
 
-def _upload_ms(day: Any) -> int | None:
-    if day is None:
-        return None
-    when = day if isinstance(day, date) else date.fromisoformat(str(day)[:10])
+def _upload_ms(day: object) -> object:
+    """Midnight UTC of a day; what is no day is left as it is, for the row check to refuse."""
+    try:
+        when = day if isinstance(day, date) else date.fromisoformat(str(day)[:10])
+    except ValueError:
+        return day
     return int(datetime(when.year, when.month, when.day, tzinfo=UTC).timestamp() * 1000)
 
 
@@ -158,6 +210,8 @@ def _users(source: Path) -> Iterator[dict[str, Any]]:
 
 def _category(value: Any) -> Any:
     """Codes that a table stored as floats because some were missing are integers again."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}\.0+", value):
+        return int(value.split(".")[0])
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -189,10 +243,3 @@ def _prehistory(source: Path) -> Iterator[dict[str, Any]]:
 def is_kuairand(source: Path) -> bool:
     """Whether a folder holds KuaiRand's files."""
     return bool(_paths(source, "log_*")) and bool(_paths(source, "video_features_basic*"))
-
-
-def log_bounds(source: Path) -> tuple[int, int]:
-    """First and last time of the log, milliseconds since the epoch."""
-    times = [_read(path, ("time_ms",))["time_ms"] for path in _paths(source, "log_*", required=True)]
-    bounds = [pc.min_max(column).as_py() for column in times]
-    return min(bound["min"] for bound in bounds), max(bound["max"] for bound in bounds)

@@ -11,13 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.csv as pa_csv
-import pyarrow.parquet as pq
 from gem.schema.v1 import dataset_spec_pb2 as pb
 
 from feature_store.errors import InvalidInput, NotFound
-from feature_store.importing.rows import Importer, ImportReport, Progress
+from feature_store.importing.files import batches, text_of
+from feature_store.importing.rows import MALFORMED, Importer, ImportReport, Progress
 from feature_store.spec import Spec
 from feature_store.tables import Tables
 
@@ -61,28 +59,15 @@ def _rows(path: Path, table: pb.TableMap) -> Iterator[dict[str, Any]]:
     scale = _TO_MS.get(table.time_unit)
     if scale is None and table.time_unit != "iso":
         raise InvalidInput(f"time_unit {table.time_unit!r} must be ms, s, us or iso")
-    for batch in _read(path):
-        lacking = sorted(set(columns.values()) - set(batch.schema.names))
-        if lacking:
-            raise InvalidInput(f"{path} lacks columns {lacking}; it has {batch.schema.names}; correct the table's map")
-        for row in batch.select(sorted(set(columns.values()))).to_pylist():
-            made = {**constants, **{ours: row[theirs] for ours, theirs in columns.items()}}
+    malformed: list[str] = []
+    for batch in batches(path, sorted(set(columns.values())), malformed=malformed, as_text=True):
+        for row in batch.to_pylist():
+            made = {**constants, **{ours: text_of(row[theirs]) for ours, theirs in columns.items()}}
             for name in _TIMES:
                 if name in made:
                     made[name] = _milliseconds(made[name], scale)
             yield made
-
-
-def _read(path: Path) -> Iterator[pa.RecordBatch]:
-    if path.suffix == ".parquet":
-        yield from pq.ParquetFile(path).iter_batches(65_536)
-    elif path.suffix == ".csv":
-        strings = pa_csv.ConvertOptions(strings_can_be_null=True, null_values=["", "null", "NULL"], auto_dict_encode=False)
-        header = pa_csv.open_csv(path).schema.names
-        strings.column_types = dict.fromkeys(header, pa.string())
-        yield from pa_csv.open_csv(path, convert_options=strings)
-    else:
-        raise InvalidInput(f"{path} is neither .parquet nor .csv; convert it")
+    yield from ({MALFORMED: line} for line in malformed)
 
 
 def _milliseconds(value: Any, scale: float | None) -> Any:
@@ -93,6 +78,6 @@ def _milliseconds(value: Any, scale: float | None) -> Any:
     try:
         if scale is None:
             return _milliseconds(datetime.fromisoformat(str(value)), None)
-        return int(value) if scale == 1.0 else round(float(value) * scale)
+        return value if scale == 1.0 else round(float(value) * scale)
     except (TypeError, ValueError, OverflowError):
         return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +27,10 @@ OUTCOME_PREFIX = "outcome."
 """A column `outcome.click` of an impression holds that outcome's value; no outcome row is written for 0 or null."""
 MAX_TIME_MS = 32_503_680_000_000
 """Year 3000: later times are a wrong unit."""
+MALFORMED = "malformed"
+"""The only column of a row that could not be split into columns; it holds the line."""
 _BATCH_ROWS = 65_536
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")
 
 
 class Reject(Exception):  # a verdict on a row, not an error of the program
@@ -60,15 +64,15 @@ class ImportReport:
 class Importer:
     """Writes checked rows to the tables of one spec.
 
-    Ids of rows seen are kept (about 100 bytes a row) so that a repeated impression or event is refused.
+    Ids of rows seen, those of earlier imports included, are kept (about 100 bytes a row): a repeated row is refused, and
+    an outcome finds the impression it belongs to in whichever import that came.
     """
 
     def __init__(self, tables: Tables, spec: Spec, *, max_reject_share: float = 0.01, outcome_delay_ms: int = 0) -> None:
         self._tables, self._spec = tables, spec
         self._max_reject_share, self._outcome_delay_ms = max_reject_share, outcome_delay_ms
         self._owned = {owner: spec.features(owner) for owner in (pb.OWNER_USER, pb.OWNER_AD, pb.OWNER_REQUEST)}
-        self._seen: set[bytes] = set()
-        self._examples: dict[bytes, None] = {}
+        self._seen = _stored(tables)
         self.report = ImportReport()
 
     def take(self, table: str, source: str, rows: Iterable[Row], *, total: int = 0, progress: Progress | None = None) -> None:
@@ -84,24 +88,26 @@ class Importer:
             "catalogue": self._entity,
             "users": self._entity,
         }[table]
+        seen, refused = self.report.seen, sum(self.report.rejects.values())
         for number, batch in _batches(rows):
-            self._write(table, source, number, batch, lambda row: check(table, row))
+            self._write(source, number, batch, lambda row: check(table, row))
             if progress:
                 progress(min(number + len(batch), total or number + len(batch)), total or number + len(batch))
-        self._judge(source)
+        self._judge(source, self.report.seen - seen, sum(self.report.rejects.values()) - refused)
 
     def _write(
-        self, table: str, source: str, first: int, batch: list[Row], check: Callable[[Row], dict[str, list[dict[str, Any]]]]
+        self, source: str, first: int, batch: list[Row], check: Callable[[Row], dict[str, list[dict[str, Any]]]]
     ) -> None:
         good: dict[str, list[dict[str, Any]]] = {}
         bad: list[dict[str, Any]] = []
         for offset, row in enumerate(batch):
             try:
+                if MALFORMED in row:
+                    raise Reject("malformed_row")
                 for name, made in check(row).items():
                     good.setdefault(name, []).extend(made)
             except Reject as reject:
-                text = json.dumps(row, default=str, ensure_ascii=True)
-                bad.append({"source": source, "row": first + offset, "reason": reject.reason, "json": text})
+                bad.append({"source": source, "row": first + offset, "reason": reject.reason, "json": _json(row)})
                 self.report.rejects[reject.reason] += 1
         self.report.seen += len(batch)
         for name, made in (*good.items(), ("rejects", bad)):
@@ -110,12 +116,11 @@ class Importer:
                 if name != "rejects":
                     self.report.rows[name] += len(made)
 
-    def _judge(self, source: str) -> None:
-        report = self.report
-        if report.reject_share > self._max_reject_share:
-            top = ", ".join(f"{reason} {count}" for reason, count in report.rejects.most_common(3))
+    def _judge(self, source: str, seen: int, refused: int) -> None:
+        if refused > self._max_reject_share * seen:
+            top = ", ".join(f"{reason} {count}" for reason, count in self.report.rejects.most_common(3))
             raise TooManyRejects(
-                f"{source}: {report.reject_share:.1%} of {report.seen} rows were refused, more than the allowed "
+                f"{source}: {refused / seen:.1%} of {seen} rows were refused, more than the allowed "
                 f"{self._max_reject_share:.1%} (most: {top}); see the rejects table, fix the source or raise the share"
             )
 
@@ -125,10 +130,10 @@ class Importer:
         surface = _text(row, "surface")
         if surface not in self._spec.surfaces:
             raise Reject("unknown_surface")
-        request_id = str(row.get("request_id") or f"{row['user_id']}:{surface}:{event_ms}")
+        request_id = _id_text(row, "request_id") or f"{row['user_id']}:{surface}:{event_ms}"
         name = example_id(request_id, ad_key, surface, event_ms)
-        self._once(name, "duplicate_impression")
-        self._examples[name] = None
+        if given := _id_text(row, "impression_id"):
+            self._once(b"impression:" + given.encode(), "duplicate_impression")
         position = row.get("position")
         impression = {
             "example_id": name,
@@ -140,10 +145,12 @@ class Importer:
             "surface": surface,
             "event_ms": event_ms,
             "available_ms": _available(row, event_ms),
-            "position": None if position is None else int(position),
+            "position": None if position is None else _position(position),
             **self._features(row, pb.OWNER_REQUEST),
         }
-        return {"impressions": [impression], "outcomes": list(self._wide_outcomes(row, name, event_ms))}
+        outcomes = list(self._wide_outcomes(row, name, event_ms))
+        self._once(name, "duplicate_impression")
+        return {"outcomes": outcomes, "impressions": [impression]}
 
     def _wide_outcomes(self, row: Row, name: bytes, event_ms: int) -> Iterator[dict[str, Any]]:
         for objective in self._spec.objectives:
@@ -160,16 +167,16 @@ class Importer:
         if objective not in self._spec.objectives:
             raise Reject("unknown_objective")
         event_ms = _time(row.get("event_ms"))
-        request_id = str(row.get("request_id") or f"{row.get('user_id')}:{row.get('surface')}:{event_ms}")
+        request_id = _id_text(row, "request_id") or f"{row.get('user_id')}:{row.get('surface')}:{event_ms}"
         name = example_id(request_id, self._key(row, "ad"), _text(row, "surface"), event_ms)
-        if name not in self._examples:
+        if name not in self._seen:
             raise Reject("outcome_without_impression")
         occurred = _time(row.get("occurred_ms"))
         if occurred < event_ms:
             raise Reject("outcome_before_impression")
+        value, available = _number(row.get("value", 1.0), "bad_outcome"), _available(row, occurred)
         self._once(name + objective.encode(), "duplicate_outcome")
-        value = _number(row.get("value", 1.0), "bad_outcome")
-        return {"outcomes": [_outcome_row(name, objective, occurred, _available(row, occurred), value)]}
+        return {"outcomes": [_outcome_row(name, objective, occurred, available, value)]}
 
     def _event(self, table: str, row: Row) -> dict[str, list[dict[str, Any]]]:
         source = _text(row, "source")
@@ -180,9 +187,8 @@ class Importer:
         surface = row.get("surface") or None
         if surface is not None and surface not in self._spec.surfaces:
             raise Reject("unknown_surface")
-        given = str(row.get("event_id") or f"{source}:{row['user_id']}:{row['ad_id']}:{event_ms}")
+        given = _id_text(row, "event_id") or f"{source}:{row['user_id']}:{row['ad_id']}:{event_ms}"
         name = example_id(given, user_key, source, event_ms)
-        self._once(name, "duplicate_event")
         event = {
             "event_id": name,
             "source": source,
@@ -193,13 +199,13 @@ class Importer:
             "event_ms": event_ms,
             "available_ms": _available(row, event_ms),
         }
+        self._once(name, "duplicate_event")
         return {"events": [event]}
 
     def _entity(self, table: str, row: Row) -> dict[str, list[dict[str, Any]]]:
         entity, owner = ("user", pb.OWNER_USER) if table == "users" else ("ad", pb.OWNER_AD)
         key = self._key(row, entity)
         valid_from = _time(row.get("valid_from_ms", 0))
-        self._once(f"{table}:{key}:{valid_from}".encode(), f"duplicate_{entity}")
         fixed = {
             f"{entity}_id": str(row[f"{entity}_id"]),
             f"{entity}_key": key,
@@ -207,7 +213,9 @@ class Importer:
             "available_ms": _available(row, valid_from),
         }
         own = {entity: row[f"{entity}_id"]}
-        return {table: [{**fixed, **self._features({**own, **row}, owner)}]}
+        made = {**fixed, **self._features({**own, **row}, owner)}
+        self._once(_version_name(table, key, valid_from), f"duplicate_{entity}")
+        return {table: [made]}
 
     def _features(self, row: Row, owner: pb.Owner) -> dict[str, Any]:
         return {feature.name: self._value(feature, row.get(feature.name)) for feature in self._owned[owner]}
@@ -215,17 +223,18 @@ class Importer:
     def _value(self, feature: pb.Feature, value: Any) -> Any:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return None
-        try:
-            if feature.HasField("id"):
+        reason = f"bad_feature_{feature.name}"
+        if feature.HasField("id"):
+            try:
                 return key_of(_as_id(value, self._spec.id_type(feature.name)), self._spec.id_type(feature.name))
-            if feature.HasField("embedding"):
-                return [float(part) for part in value]
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise Reject(f"bad_feature_{feature.name}") from error
-        if not math.isfinite(number):
-            raise Reject(f"bad_feature_{feature.name}")
-        return int(value) if feature.dense.age else number
+            except InvalidInput as error:
+                raise Reject(reason) from error
+        if feature.HasField("embedding"):
+            return _vector(value, feature.embedding.dim, reason)
+        number = _number(value, reason)
+        if feature.dense.age and abs(number) > MAX_TIME_MS:
+            raise Reject(reason)
+        return int(number) if feature.dense.age else number
 
     def _key(self, row: Row, entity: str) -> int:
         value = row.get(f"{entity}_id")
@@ -240,6 +249,32 @@ class Importer:
         if name in self._seen:
             raise Reject(reason)
         self._seen.add(name)
+
+
+def _stored(tables: Tables) -> set[bytes]:
+    """Names of the rows that earlier imports wrote."""
+    names: set[bytes] = set()
+    for table, column in (("impressions", "example_id"), ("events", "event_id")):
+        if tables.exists(table):
+            names.update(tables.read(table, [column])[column].to_pylist())
+    if tables.exists("outcomes"):
+        rows = tables.read("outcomes", ["example_id", "objective"]).to_pydict()
+        names.update(name + of.encode() for name, of in zip(rows["example_id"], rows["objective"], strict=True))
+    for table, key in (("users", "user_key"), ("catalogue", "ad_key")):
+        if tables.exists(table):
+            rows = tables.read(table, [key, "valid_from_ms"]).to_pydict()
+            names.update(_version_name(table, *row) for row in zip(rows[key], rows["valid_from_ms"], strict=True))
+    return names
+
+
+def _version_name(table: str, key: int, valid_from_ms: int) -> bytes:
+    return f"{table}:{key}:{valid_from_ms}".encode()
+
+
+def _json(row: Row) -> str:
+    """The row as JSON that every reader accepts: what JSON lacks is written as text."""
+    finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    return json.dumps(finite, default=str, ensure_ascii=True)
 
 
 def _table(rows: list[dict[str, Any]], columns: pa.Schema) -> pa.Table:
@@ -270,7 +305,7 @@ def _time(value: Any) -> int:
     if value is None or isinstance(value, bool):
         raise Reject("missing_time")
     try:
-        when = int(value)
+        when = int(_whole_text(value) if isinstance(value, str) else value)
     except (TypeError, ValueError, OverflowError) as error:
         raise Reject("unparseable_time") from error
     if when < 0:
@@ -280,11 +315,44 @@ def _time(value: Any) -> int:
     return when
 
 
+def _whole_text(value: str) -> str:
+    """Digits of a whole number; pandas writes those of a column with gaps as 7.0."""
+    if not _WHOLE.fullmatch(value):
+        raise ValueError(value)
+    return value.split(".")[0]
+
+
 def _available(row: Row, event_ms: int) -> int:
     available = _time(row["available_ms"]) if row.get("available_ms") is not None else event_ms
     if available < event_ms:
         raise Reject("available_before_event")
     return available
+
+
+def _id_text(row: Row, name: str) -> str:
+    """An id that is never a key, as text; empty if there is none."""
+    value = row.get(name)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Reject(f"bad_{name}") from error
+    return text
+
+
+def _position(value: Any) -> int:
+    number = _number(value, "bad_position")
+    if not number.is_integer() or not 0 <= number < 2**31:
+        raise Reject("bad_position")
+    return int(number)
+
+
+def _vector(value: Any, dim: int, reason: str) -> list[float]:
+    if not isinstance(value, (list, tuple)) or len(value) != dim:
+        raise Reject(reason)
+    return [_number(part, reason) for part in value]
 
 
 def _text(row: Row, name: str) -> str:
@@ -297,7 +365,7 @@ def _text(row: Row, name: str) -> str:
 def _number(value: Any, reason: str) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise Reject(reason) from error
     if not math.isfinite(number):
         raise Reject(reason)
