@@ -78,6 +78,10 @@ class FoundationModel(nn.Module):
         """Sets quantile edges and vocabularies from batches of training rows, and of nothing later."""
         self.tokens.fit(list(batches), self.embeddings)
 
+    def start_at(self, logits_SK: Tensor) -> None:
+        """Starts from the training rows' base rates [S, K], in logits: the first steps then learn what differs from them."""
+        self.heads.start_at(logits_SK)
+
     def forward(self, batch: Batch) -> FoundationOutput:
         """Logits and taps of every candidate; a candidate's do not depend on the others."""
         request_N = batch.request_of_candidate

@@ -30,6 +30,11 @@ class ObjectiveHeads(nn.Module):
         nn.init.normal_(self.surface.weight, std=0.02)
         nn.init.zeros_(self.bias.weight)
 
+    @torch.no_grad()
+    def start_at(self, logits_SK: Tensor) -> None:
+        """Lets an untrained model say the base rate of each surface and objective: `out` is zero, the bias is all it says."""
+        self.bias.weight.copy_(logits_SK)
+
     def forward(self, x: Tensor, surface_N: Tensor) -> tuple[Tensor, Tensor]:
         """(logits [N, K], the shared hidden layer [N, hidden])."""
         x = F.dropout(x, self.dropout, self.training)

@@ -27,7 +27,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Longest gradient over all weights; longer ones are shortened to it."""
     warmup_steps: int = 50
-    """Steps over which rates rise from 0."""
+    """Steps over which rates rise from 0; at most a tenth of the run."""
     final_share: float = 0.1
     """Share of the rates that is left at the last step; they fall linearly after the warm-up. 1 keeps them."""
 
@@ -42,9 +42,10 @@ class OptimizerConfig:
 
     def share(self, step: int, num_steps: int) -> float:
         """Share of the full rates at a step, counted from 0."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
+        warmup = min(self.warmup_steps, num_steps // 10)
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = (step - warmup) / max(1, num_steps - warmup)
         return 1.0 - (1.0 - self.final_share) * min(1.0, progress)
 
 

@@ -63,6 +63,11 @@ class ReplayRows:
         mask_NK = targets.label_mask & entering_NK
         return batch, targets._replace(label_mask=mask_NK, labels=np.where(mask_NK, targets.labels, 0.0).astype(np.float32))
 
+    def samples(self, most: int) -> list[tuple[FeatureBatch, Targets]]:
+        """At most `most` requests, evenly over the stretch, in batches of about 1024: what statistics are taken from."""
+        rows = spread(len(self), most)
+        return [self.batch(part) for part in np.array_split(rows, max(1, len(rows) // 1024))]
+
     def trained(self) -> Rows:
         """Impressions of the log [n] of which any label enters in this stretch: what a snapshot has seen."""
         log, known_by_ms = self.replay.impressions, self.examples.known_by_ms

@@ -22,6 +22,7 @@ from model.gem.config import GemConfig
 from model.gem.flops import forward_flops
 from model.loopfm.config import CompressorConfig
 from model.training import configuration
+from model.training.base_rates import base_logits
 from model.training.evaluate import Evaluation, evaluate, predict
 from model.training.fitting import FitConfig, FitLog, OnProgress, Place, fit
 from model.training.learner import Learner
@@ -211,10 +212,9 @@ class _Course:
         config = TeacherConfig(foundation=preset(run.preset), compressor=run.compressor)
         torch.manual_seed(run.fit.seed)
         self.teacher = Teacher(config, replay.layout)
-        sample = spread(len(rows), run.statistics_requests)
-        self.teacher.foundation.fit_statistics(
-            rows.batch(part)[0] for part in np.array_split(sample, max(1, len(sample) // 1024))
-        )
+        samples = rows.samples(run.statistics_requests)
+        self.teacher.foundation.fit_statistics(batch for batch, _ in samples)
+        self.teacher.foundation.start_at(base_logits(samples, len(replay.spec.surfaces)))
         self.quarantine = Quarantine(replay.layout, strict=run.strict)
         self._weights = _objective_weights(run, replay)
         criterion = TeacherCriterion(self.teacher, objective_weights=self._weights)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from feature_store.errors import InvalidInput
 from feature_store.replay import Replay, Requests
+from model.training.base_rates import base_logits
 from model.training.distill import VerticalCriterion
 from model.training.evaluate import Evaluation, Predictions, evaluate, predict
 from model.training.fitting import FitConfig, FitLog, OnProgress, fit
@@ -23,7 +23,7 @@ from model.training.optimizers import OptimizerConfig
 from model.training.parallel import Processes
 from model.training.published import score_of
 from model.training.quarantine import Quarantine
-from model.training.rows import ReplayRows, spread
+from model.training.rows import ReplayRows
 from model.training.throughput import Stages
 from model.vertical.config import VerticalConfig
 from model.vertical.tower import VerticalTower
@@ -115,8 +115,9 @@ def _rows(run: VerticalRun, replay: Replay, from_ms: int, to_ms: int, *, known_b
 def _tower(run: VerticalRun, replay: Replay, rows: ReplayRows) -> VerticalTower:
     torch.manual_seed(run.fit.seed)
     tower = VerticalTower(run.model, replay.layout)
-    sample = spread(len(rows), run.statistics_requests)
-    tower.fit_statistics(rows.batch(part)[0] for part in np.array_split(sample, max(1, len(sample) // 1024)))
+    samples = rows.samples(run.statistics_requests)
+    tower.fit_statistics(batch for batch, _ in samples)
+    tower.start_at(base_logits(samples, len(replay.spec.surfaces)))
     return tower
 
 

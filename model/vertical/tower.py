@@ -82,6 +82,13 @@ class VerticalTower(nn.Module):
                         counts.setdefault(column.table, Counter()).update(getattr(batch, f"{name}_ids")[:, at].tolist())
         self.embeddings.fit(counts)
 
+    @torch.no_grad()
+    def start_at(self, logits_SK: Tensor) -> None:
+        """Starts from its surface's base rates, in logits: rows of a small surface need not teach them."""
+        for head in (self.serving[-1], self.auxiliary):
+            if isinstance(head, nn.Linear):
+                head.bias.copy_(logits_SK[self._surface])
+
     def forward(self, batch: Batch) -> VerticalOutput:
         """Logits of every candidate; user-side work is done once a request."""
         request_N = batch.request_of_candidate
