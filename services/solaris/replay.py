@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -20,12 +20,13 @@ from feature_store.ids import ABSENT
 from feature_store.layout import column_index
 from feature_store.replay import Replay
 from feature_store.transfer import Pairs
-from services.solaris.lifetimes import Lifetimes
+from services.solaris.lifetimes import Lifetimes, row_key
 from services.solaris.reader import PairRead, PairReader, nothing
 from services.solaris.rows import NO_SURFACE, Pair
-from services.solaris.writer import NewPair, PairWriter
+from services.solaris.writer import NewPair, PairWriter, WideRowStore
 
 Keys = npt.NDArray[np.int64]
+Progress = Callable[[int, int], None]
 
 
 class MemoryRows:
@@ -38,6 +39,10 @@ class MemoryRows:
         """Values of fields of one row."""
         row = self._rows.get(key, {})
         return [row.get(field) for field in fields]
+
+    def of(self, key: str) -> Mapping[str, bytes]:
+        """All fields of one row."""
+        return self._rows.get(key, {})
 
     def hset_many(
         self, key: str, values: Mapping[str, bytes], *, ttl_ms: int | None = None
@@ -77,6 +82,25 @@ class PairReplay:
                 out[name][rows] = values
         return Pairs(out["pair_q"], out["pair_scale"], out["pair_level"], out["pair_meta"])  # type: ignore[arg-type]  # dtypes are those of `nothing`
 
+    def materialize(
+        self, store: WideRowStore, *, until_ms: int, progress: Progress = lambda done, total: None
+    ) -> int:
+        """Writes every user's row as it stood at an instant into an online store, which then serves on from there.
+
+        Returns:
+            Users written.
+        """
+        written = 0
+        for done, user_key in enumerate(self._written):
+            mine = self._of_user(user_key)
+            mine.at(until_ms)
+            key = row_key(self._space_id, user_key)
+            if row := mine.rows.of(key):
+                store.hset_many(key, row, ttl_ms=self._lifetimes.row_ms)
+                written += 1
+            progress(done + 1, len(self._written))
+        return written
+
     def _reads(
         self, user_key: Keys, ad_key: Keys, group_key: Keys, as_of_ms: Keys
     ) -> Iterator[tuple[Keys, PairRead]]:
@@ -98,15 +122,18 @@ class PairReplay:
             )  # fmt: skip
 
     def _of_user(self, user_key: int) -> _OfUser:
-        store = MemoryRows()
-        writer = PairWriter(store, self._lifetimes, space_id=self._space_id, dim=self._dim)
-        return _OfUser(self._written[user_key], writer, PairReader(store, self._lifetimes))
+        rows = MemoryRows()
+        writer = PairWriter(rows, self._lifetimes, space_id=self._space_id, dim=self._dim)
+        return _OfUser(self._written[user_key], rows, writer, PairReader(rows, self._lifetimes))
 
 
 class _OfUser:
     """A user's rows as they grow."""
 
-    def __init__(self, written: list[NewPair], writer: PairWriter, reader: PairReader) -> None:
+    def __init__(
+        self, written: list[NewPair], rows: MemoryRows, writer: PairWriter, reader: PairReader
+    ) -> None:
+        self.rows = rows
         self._written, self._writer, self._reader = written, writer, reader
         self._applied = 0
 

@@ -101,3 +101,21 @@ def test_a_replay_gives_the_bytes_that_were_served(
         for replayed_values, (name, values) in zip(got, served.tensors().items(), strict=True):
             assert replayed_values[row].tobytes() == values[0].tobytes(), name
     store.close()
+
+
+def test_a_store_filled_from_the_log_serves_what_the_one_that_lived_through_it_serves(tmp_path: Path) -> None:
+    pairs = [new_pair(user, ad, at, ad + at % 7) for at in range(0, 60_000, 900) for user, ad in [(1, at % 5), (2, 3)]]
+    later = new_pair(1, 2, 90_000, 99)
+    lived, filled = (open_store(f"sqlite:///{tmp_path / name}.sqlite") for name in ("lived", "filled"))
+    writer = PairWriter(lived, LIVES, space_id=SPACE, dim=DIM)
+    for at in range(0, 60_000, 900):
+        writer.write([new for new in pairs if new.pair.computed_ms == T0 + at])
+    assert replayed(tmp_path, [*pairs, later]).materialize(filled, until_ms=T0 + 80_000) == 2
+    for user, ad in [(1, 2), (1, 9), (2, 3), (2, 2), (3, 1)]:
+        one, other = (
+            PairReader(store, LIVES).read(user, [ad], [ad // 2], as_of_ms=T0 + 95_000, space_id=SPACE, dim=DIM)
+            for store in (lived, filled)
+        )
+        assert all(np.array_equal(values, same) for values, same in zip(one.tensors().values(), other.tensors().values(), strict=True))
+    lived.close()
+    filled.close()
