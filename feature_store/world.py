@@ -55,6 +55,8 @@ class WorldConfig:
     """0 … 1: how much of the intent only searches reveal."""
     cross_surface: float = 0.7
     """0 … 1: how much of the response is shared between surfaces."""
+    returning: float = 0.3
+    """0 … 1: how many slots go to an ad that the user was shown lately, if it is still live."""
     dim: int = 8
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class WorldConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; a world needs at least 1")
         if self.ads < 2 * self.shown:
             raise ValueError(f"{self.ads} ads cannot fill requests of {self.shown}; take at least {2 * self.shown}")
-        for name in ("feature_gap", "cross_surface"):
+        for name in ("feature_gap", "cross_surface", "returning"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
 
@@ -199,6 +201,7 @@ class _Users:
         self.home = rng.choice(len(SURFACES), size=size, p=[0.45, 0.25, 0.1, 0.12, 0.08])
         self.seen = np.zeros((size, _MEMORY, config.dim))
         self.weight = np.zeros((size, _MEMORY))
+        self.ads = np.full((size, _MEMORY), -1, dtype=np.int64)
         self.clock = np.full(size, START_MS, dtype=np.int64)
 
     def advance(self, active: Ints, now: Ints) -> None:
@@ -210,11 +213,17 @@ class _Users:
             state[active] = keep * state[active] + np.sqrt(1 - keep**2) * noise
         self.clock[active] = now
 
-    def remember(self, active: Ints, vectors: Floats, weights: Floats) -> None:
-        """Appends impressions [n, K, d] and their action weights [n, K], newest last."""
+    def remember(self, active: Ints, ads: Ints, vectors: Floats, weights: Floats) -> None:
+        """Appends impressions of ads [n, K] with vectors [n, K, d] and action weights [n, K], newest last."""
         k = min(weights.shape[1], _MEMORY)
+        self.ads[active] = np.concatenate([self.ads[active][:, k:], ads[:, -k:]], axis=1)
         self.seen[active] = np.concatenate([self.seen[active][:, k:], vectors[:, -k:]], axis=1)
         self.weight[active] = np.concatenate([self.weight[active][:, k:], weights[:, -k:]], axis=1)
+
+    def recall(self, active: Ints, slots: int, share: float) -> Ints:
+        """For a share of the slots [n, K] one of the ads that were just seen; −1 for the others."""
+        drawn = np.take_along_axis(self.ads[active], self.rng.integers(0, _MEMORY, (len(active), slots)), axis=1)
+        return np.where(self.rng.random(drawn.shape) < share, drawn, -1)
 
     def sequence(self, active: Ints, vectors: Floats) -> Floats:
         """Affinity [n, K] of what was just seen to candidate vectors [n, K, d]."""
@@ -299,13 +308,15 @@ def _requests(
     day = np.minimum((now - START_MS) // DAY_MS, config.days - 1)
     slot = (np.arange(k) + rng.random((n, k))) / k
     shown = np.searchsorted(ads.day_cdf, day[:, None] + slot, side="right").clip(max=ads.day_cdf.size - 1) % config.ads
+    again = users.recall(active, k, config.returning)
+    shown = np.where((again >= 0) & (day[:, None] < ads.until_day[again]), again, shown)
     logits = _click_logits(config, ads, surfaces, users, active, surface, day, shown)
     truth = {"click": _sigmoid(logits), **_after_click(config, ads, users, active, shown)}
     outcome = {name: rng.random((n, k)) < p for name, p in truth.items()}
     for name in ("conversion", "purchase"):
         outcome[name] &= outcome["click"]
     action = np.where(outcome["click"], np.where(outcome["conversion"], 1.6, 0.6), -0.25)
-    users.remember(active, ads.vector[shown], action)
+    users.remember(active, shown, ads.vector[shown], action)
     first_of_ad = np.array([np.isin(np.arange(k), np.unique(row, return_index=True)[1]) for row in shown])
     rows = np.nonzero(first_of_ad)
     impressions = _impressions(first + active, surface, now, shown, rows, turn, truth)
