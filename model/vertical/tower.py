@@ -179,7 +179,8 @@ class MemoryRead(nn.Module):
         tokens = self._tokens(batch, layout.sequence)
         total = tokens.new_zeros(layout.num_sequences, tokens.shape[1]).index_add(0, layout.sequence, tokens)
         count = layout.lengths.clamp_min(1)[:, None]
-        pooled = total / (count if self.config.loopfm_encoder == "mean" else count.sqrt())
+        # A sum grows with the window; unnormalized, it would drown every other token of users with long ones.
+        pooled = total / count if self.config.loopfm_encoder == "mean" else rms_norm(total)
         if self.config.loopfm_encoder == "attention":
             k, v = self.key_value(rms_norm(tokens)).unflatten(-1, (2 * self.heads, -1)).chunk(2, dim=1)
             q = rms_norm(self.query(query_ND).unflatten(-1, (self.heads, -1)))
