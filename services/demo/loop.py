@@ -16,9 +16,11 @@ from prometheus_client import CollectorRegistry
 
 from feature_store.importing.kuairand import import_kuairand, is_kuairand
 from feature_store.importing.mapped import import_mapped
-from feature_store.online import open_store
+from feature_store.online import OnlineStore, open_store
 from feature_store.replay import Replay
 from feature_store.world import generate
+from model.solaris.pair import pair_space_id
+from model.vertical.config import VerticalConfig
 from services.cli.console import Console
 from services.cli.home import DATASETS, Home
 from services.cli.processes import Ports, free_base_port, platform
@@ -32,6 +34,8 @@ from services.demo.serving import Served, replay_day
 from services.runtime import telemetry
 from services.runtime.telemetry import TelemetrySettings
 from services.sequence.materialize import materialize
+from services.solaris.lifetimes import Lifetimes
+from services.solaris.replay import PairReplay
 
 _STORE_SECONDS = 30.0
 
@@ -49,8 +53,8 @@ def run_demo(config: DemoConfig, home: Home, console: Console, *, data: Path | N
             learned = learn_foundation(config, replay, days, home.models_root, store, console)
         with _stage("verticals", stages):
             learn_verticals(config, replay, days, home.models_root, learned, console)
-        with _stage("materialize", stages), console.progress("online rows") as advance:
-            materialize(replay, store, until_ms=days.test_ms, progress=advance)
+        with _stage("materialize", stages):
+            _materialize(config, replay, days, learned, store, console)
     write_routes(home, replay.spec, learned.verticals)
     with _stage("serve", stages):
         served = _serve(config, home, replay, days, learned, console)
@@ -75,6 +79,19 @@ def _load(config: DemoConfig, home: Home, console: Console, data: Path | None) -
             else:
                 rejects = import_mapped(data, tables, spec, progress=advance).rejects
     return Replay(spec, tables), dict(rejects)
+
+
+def _materialize(
+    config: DemoConfig, replay: Replay, days: Days, learned: Learned, store: OnlineStore, console: Console
+) -> None:
+    """Puts what was known when the last day began into the online store; memories are there since they were written."""
+    with console.progress("online rows") as advance:
+        materialize(replay, store, until_ms=days.test_ms, progress=advance)
+    with console.progress("online pair embeddings") as advance:
+        lifetimes = Lifetimes().stretched(config.lifetime_factor)
+        log = replay.tables.read("pairs")
+        pairs = PairReplay(log, space_id=pair_space_id(learned.space_id), dim=VerticalConfig().solaris_dim, lifetimes=lifetimes)
+        pairs.materialize(store, until_ms=days.test_ms, progress=advance)
 
 
 def _days(config: DemoConfig, replay: Replay) -> Days:
