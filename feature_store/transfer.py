@@ -69,22 +69,24 @@ class Annotations:
         self.logits = np.array(logits, dtype=np.float32).reshape(len(taken), -1)
         self.available_ms = ints(table, "available_ms")[taken]
         self.seen = table["self_label_seen"].to_numpy(zero_copy_only=False).astype(bool)[taken]
-        self._log = impressions
         self._users, start = np.unique(impressions.user_key[self.row], return_index=True)
         stop = np.append(start[1:], len(self.row)).astype(np.int64)
         when, request = impressions.event_ms[self.row], impressions.request[self.row]
         self._segments = Segments(start.astype(np.int64), stop, when, self.available_ms, request)
+        # Gathered once: a batch must cost what it holds, not what the log holds.
+        self._label_ms, self._surface = impressions.label_ms[self.row], impressions.surface[self.row]
+        self._place = np.full(len(impressions), -1, dtype=np.int64)
+        self._place[self.row] = np.arange(len(self.row))
 
     def windows(self, batch: FeatureBatch, request: Ints) -> dict[str, Any]:
         """Memory tensors of some requests, whose numbers in the log are `request` [R]."""
         queries = Queries(positions(self._users, batch.user_key), batch.request_ms, request)
-        label_ms = self._log.label_ms[self.row]
-        windows, bits = asof_windows(self._segments, label_ms, self.seen, queries, caps=self._caps)
+        windows, bits = asof_windows(self._segments, self._label_ms, self.seen, queries, caps=self._caps)
         rows = windows.rows
         return {
             "memory_offsets": windows.offsets,
             "memory_ms": self._segments.event_ms[rows],
-            "memory_surface": self._log.surface[self.row[rows]],
+            "memory_surface": self._surface[rows],
             "memory_labels": bits,
             "memory_q": self.q[rows],
         }
@@ -93,9 +95,7 @@ class Annotations:
         self, shown: Ints, num_objectives: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
         """Logits [N, K] for impressions of the log, and whether there are any [N]: never from a snapshot that saw the label."""
-        place = np.full(len(self._log), -1, dtype=np.int64)
-        place[self.row] = np.arange(len(self.row))
-        at = place[shown]
+        at = self._place[shown]
         taught = at >= 0
         taught[taught] = ~self.seen[at[taught]]
         logits = np.zeros((len(shown), num_objectives), dtype=np.float32)
