@@ -21,8 +21,10 @@ from services.solaris.lifetimes import (
     group_field,
     row_key,
 )
-from services.solaris.rows import mean_table, pair_table, quantize
+from services.solaris.rows import Ints, Table, mean_table, pair_table, quantize
 
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 NUM_LEVELS = len(Level)
 META = 3
 """Columns of pair_meta: age in seconds, vectors averaged, similarity."""
@@ -130,87 +132,106 @@ class PairReader:
         groups = sorted({group for group in group_keys if group is not None})
         fields = [*map(ad_field, ad_keys), *map(group_field, groups), USER_FIELD]
         values = self._store.hget_many(row_key(space_id, user_key), fields)
-        sieve = _Sieve(as_of_ms, space_id)
-        n = len(ad_keys)
-        pairs, exact_N = sieve.usable(
-            *pair_table(values[:n], dim=dim), values[:n], self._lifetimes.pair
-        )
+        sieve, n, life = Sieve(as_of_ms, space_id), len(ad_keys), self._lifetimes
+        pairs, exact_N = pair_table(values[:n], dim=dim)
+        exact_N = sieve.usable(pairs, exact_N, life.pair)
         means, known = mean_table(values[n:], dim=dim)
-        life = self._lifetimes
-        _, group_ok = sieve.usable(means[:-1], known[:-1], values[n:-1], life.ad_group)
-        _, user_ok = sieve.usable(means[-1:], known[-1:], values[-1:], life.user)
+        group_ok = sieve.usable(means[:-1], known[:-1], life.ad_group)
+        user_ok = sieve.usable(means[-1:], known[-1:], life.user)
+        unreadable = sum(v is not None for v in values) - sieve.known
         usable = np.concatenate([group_ok, user_ok]) & (means["count"] >= life.min_count)
         position = {group: i for i, group in enumerate(groups)}
         group_N = np.array([position.get(g, -1) if g is not None else -1 for g in group_keys])
-        source_N = np.where((group_N >= 0) & usable[group_N], group_N, len(groups))
-        return self._assembled(pairs, exact_N, means, usable, source_N, as_of_ms, sieve.refused)
+        return self._read(
+            pairs, exact_N, means, StandIn.of(group_N, (group_N >= 0) & usable[group_N], len(groups), usable[-1]),
+            as_of_ms, sieve.refused._replace(unreadable=unreadable),
+        )  # fmt: skip
 
-    def _assembled(
-        self,
-        pairs: npt.NDArray[np.void],
-        exact_N: npt.NDArray[np.bool_],
-        means: npt.NDArray[np.void],
-        usable: npt.NDArray[np.bool_],
-        source_N: npt.NDArray[np.int64],
-        as_of_ms: int,
-        refused: Refused,
-    ) -> PairRead:
-        """Lays the pair's own row over the mean that stands in for it; `source_N` points into `means`, the user's last."""
-        averaged_N = usable[source_N] & ~exact_N
-        default_N = ~averaged_N & ~exact_N
-        mean_level_N = np.where(source_N == len(means) - 1, Level.USER, Level.AD_GROUP)
-        levels_N = np.select([exact_N, averaged_N], [Level.EXACT, mean_level_N], Level.DEFAULT)
-        steps, scales = quantize(means["mean"])
-        stamp_N = np.where(exact_N, pairs["computed_ms"], means["computed_ms"][source_N])
-        count_N = np.where(exact_N, 1, means["count"][source_N])
-        meta_N3 = np.stack([(as_of_ms - stamp_N) / 1000.0, count_N, np.zeros(len(stamp_N))], axis=1)
-        vectors_ND = np.where(exact_N[:, None], pairs["vector"], steps[source_N])
-        scales_N = np.where(exact_N, pairs["scale"], scales[source_N])
-        vectors_ND[default_N], scales_N[default_N], meta_N3[default_N] = 0, 0.0, 0.0
+    def _read(
+        self, pairs: Table, exact_N: Bools, means: Table, standin: StandIn, as_of_ms: int, refused: Refused
+    ) -> PairRead:  # fmt: skip
+        vectors, scales, levels, meta = laid_over(pairs, exact_N, means, standin, as_of_ms)
         stale_N = exact_N & (as_of_ms - pairs["computed_ms"] >= self._lifetimes.pair.soft_ms)
+        averaged_N = standin.usable_N & ~exact_N
         return PairRead(
-            vectors_ND=vectors_ND.astype(np.int8),
-            scales_N=scales_N.astype(np.float32),
-            levels_N=levels_N.astype(np.int32),
-            meta_N3=meta_N3.astype(np.float32),
+            vectors_ND=vectors,
+            scales_N=scales,
+            levels_N=levels,
+            meta_N3=meta,
             computed_ms_N=np.where(exact_N, pairs["computed_ms"], 0),
             stale=tuple((int(i), int(pairs["surface"][i])) for i in np.flatnonzero(stale_N)),
-            model_version=_newest(pairs[exact_N], means[np.unique(source_N[averaged_N])]),
+            model_version=_newest(pairs[exact_N], means[np.unique(standin.source_N[averaged_N])]),
             refused=refused,
         )
 
 
-class _Sieve:
+class StandIn(NamedTuple):
+    """The mean that stands in for each of N pairs whose own row is not usable."""
+
+    source_N: Ints
+    """Row of the table of means."""
+    usable_N: Bools
+    level_N: npt.NDArray[np.int32]
+    """Level, where usable."""
+
+    @classmethod
+    def of(cls, group: Ints, group_ok: Bools, user: Ints | int, user_ok: Bools | np.bool_) -> StandIn:
+        """The ad group's mean where it is usable, else the user's: rows of the table of means, and whether usable."""
+        return cls(
+            np.where(group_ok, group, user),
+            group_ok | user_ok,
+            np.where(group_ok, Level.AD_GROUP, Level.USER).astype(np.int32),
+        )
+
+
+def laid_over(
+    pairs: Table, exact_N: Bools, means: Table, standin: StandIn, as_of_ms: Ints | int
+) -> tuple[npt.NDArray[np.int8], Floats, npt.NDArray[np.int32], Floats]:
+    """Lays the pairs' own rows [N], where exact, over the means that stand in for them: vectors, scales, levels, meta.
+
+    The bits of a row depend on the row alone: a replay lays millions over at once and gets what was served.
+    """
+    steps, scales = quantize(means["mean"])
+    source_N = standin.source_N
+    vectors_ND, scales_N = steps[source_N], scales[source_N]
+    vectors_ND[exact_N], scales_N[exact_N] = pairs["vector"][exact_N], pairs["scale"][exact_N]
+    stamp_N = np.where(exact_N, pairs["computed_ms"], means["computed_ms"][source_N])
+    meta_N3 = np.zeros((len(exact_N), META), dtype=np.float32)
+    meta_N3[:, 0] = (as_of_ms - stamp_N) / 1000.0
+    meta_N3[:, 1] = np.where(exact_N, 1, means["count"][source_N])
+    levels_N = np.where(exact_N, np.int32(Level.EXACT), standin.level_N)
+    default_N = ~(exact_N | standin.usable_N)
+    vectors_ND[default_N], scales_N[default_N] = 0, 0.0
+    levels_N[default_N], meta_N3[default_N] = Level.DEFAULT, 0.0
+    return vectors_ND, scales_N, levels_N, meta_N3
+
+
+class Sieve:
     """Lets through the rows that may be used, and counts the others."""
 
-    def __init__(self, as_of_ms: int, space_id: bytes) -> None:
+    def __init__(self, as_of_ms: Ints | int, space_id: bytes) -> None:
+        """`as_of_ms` is the instant of the read, one for all rows or one each."""
         self._as_of_ms = as_of_ms
         self._space = np.void(space_id)
         self.refused = Refused()
+        self.known = 0
+        """Readable rows seen."""
 
-    def usable(
-        self,
-        rows: npt.NDArray[np.void],
-        known: npt.NDArray[np.bool_],
-        values: Sequence[bytes | None],
-        lifetime: Lifetime,
-    ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
-        foreign = known & (rows["space"] != self._space)
+    def usable(self, rows: Table, known: Bools, lifetime: Lifetime) -> Bools:
+        """Which rows may be used, of those that are readable."""
+        foreign: Bools = known & (rows["space"] != self._space)
         future = known & ~foreign & (rows["available_ms"] > self._as_of_ms)
         old = self._as_of_ms - rows["computed_ms"] >= lifetime.hard_ms
         expired = known & ~foreign & ~future & old
-        present = sum(value is not None for value in values)
         counts = Refused(
-            space=int(foreign.sum()),
-            future=int(future.sum()),
-            expired=int(expired.sum()),
-            unreadable=present - int(known.sum()),
+            space=int(foreign.sum()), future=int(future.sum()), expired=int(expired.sum())
         )
         self.refused = self.refused.plus(counts)
-        return rows, known & ~foreign & ~future & ~expired
+        self.known += int(known.sum())
+        return np.asarray(known & ~foreign & ~future & ~expired)
 
 
-def _newest(pairs: npt.NDArray[np.void], means: npt.NDArray[np.void]) -> str:
+def _newest(pairs: Table, means: Table) -> str:
     newest, version = -1, b""
     for rows in (pairs, means):
         if len(rows):

@@ -2,12 +2,15 @@
 
 Knows layouts and the decayed mean. Does not know keys, stores, clocks or models.
 
-A user's pairs lie in one wide row; a field holds one `Pair` (`ad:<ad key>`) or one `Mean` (`g:<ad group key>`, `u`).
+A user's pairs lie in one wide row; a field holds one pair (`ad:<ad key>`) or one mean (`g:<ad group key>`, `u`).
 Little-endian, fixed width for a given dimension D, so that a thousand fields decode in one `frombuffer`:
 
     format u8 | dim u16 | space 8s | model version 48s | surface i16 | computed_ms i64 | available_ms i64 | …
-    Pair: … | scale f32 | vector i8[D]
-    Mean: … | count i64 | weight f64 | reference_ms i64 | mean f32[D]
+    pair: … | scale f32 | vector i8[D]
+    mean: … | count i64 | weight f64 | reference_ms i64 | mean f32[D]
+
+A mean's computed_ms, available_ms and version are those of the newest vector in it; weight is
+Σ 2^(-(reference_ms - t) / half-life) over its vectors, and reference_ms the newest instant in it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ import numpy.typing as npt
 
 from feature_store.errors import InvalidInput
 
+Table = npt.NDArray[np.void]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 PAIR_FORMAT = 1
 MEAN_FORMAT = 2
 VERSION_BYTES = 48
@@ -59,37 +65,12 @@ class Pair:
     """[D]"""
 
     def __post_init__(self) -> None:
-        _check_stamp(self.space_id, self.model_version)
+        check_stamp(self.space_id, self.model_version)
 
     @property
     def values(self) -> npt.NDArray[np.float32]:
         """[D] the vector as numbers."""
         return self.vector.astype(np.float32) * np.float32(self.scale)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Mean:
-    """A time-decayed mean of pair vectors, kept so that adding one costs O(D)."""
-
-    space_id: bytes
-    """Coordinate system, 8 bytes."""
-    model_version: str
-    """Version of the foundation model that wrote the newest vector in it."""
-    computed_ms: int
-    """Newest instant in it."""
-    available_ms: int
-    """When a reader could first see it with its newest vector."""
-    count: int
-    """Vectors in it."""
-    weight: float
-    """Σ 2^(-(reference_ms - t) / half-life) over its vectors."""
-    reference_ms: int
-    """Instant that `weight` refers to: the newest in it."""
-    mean: npt.NDArray[np.float32]
-    """[D]"""
-
-    def __post_init__(self) -> None:
-        _check_stamp(self.space_id, self.model_version)
 
 
 def quantize(
@@ -118,136 +99,123 @@ def quantize_finite(
     return steps, scales, finite_N
 
 
-def add(mean: Mean | None, pairs: Sequence[Pair], *, half_life_ms: float) -> Mean:
-    """The mean with one or more vectors added to it.
+def grow(means: Table, pairs: Table, starts: Ints, *, half_life_ms: Floats) -> Table:
+    """Time-decayed means with one or more vectors added to each: costs O(D) a vector, however many a mean holds.
 
-    Equals Σ w·e / Σ w with w = 2^(-age / half-life) over all vectors ever added, in any order and in any portions, to
-    float32 rounding. A mean of another space or width is not continued: it starts anew.
+    Equals Σ w·e / Σ w with w = 2^(-age / half-life) over all vectors ever added to a mean, in any order and in any
+    portions, to float32 rounding. The bits of a mean depend on its own rows alone, not on what else is grown with it. A
+    mean that is unreadable or of another space is not continued: it starts anew.
+
+    Args:
+        means: [M] as they stood, of `mean_table`.
+        pairs: [P] vectors to add, those of one mean side by side.
+        starts: [M] where each mean's vectors start; each has at least one.
+        half_life_ms: [M] a vector this much older counts half.
+    """
+    of_P = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(pairs)))
+    newest = pairs[_first_newest(pairs["computed_ms"], starts, of_P)]
+    old = _begun(means, newest)
+    reference_ms = np.maximum(old["reference_ms"], newest["computed_ms"])
+    share_P = _decay(pairs["computed_ms"] - reference_ms[of_P], half_life_ms[of_P])
+    kept = old["weight"] * _decay(old["reference_ms"] - reference_ms, half_life_ms)
+    # Not a matrix product: its order of addition is the library's own, and differs with the number of rows.
+    scaled = (share_P * pairs["scale"])[:, None] * pairs["vector"]
+    total = np.add.reduceat(scaled, starts, axis=0)
+    weight = kept + np.add.reduceat(share_P, starts)
+    grown = old.copy()
+    grown["mean"] = (old["mean"] * kept[:, None] + total) / weight[:, None]
+    grown["weight"], grown["reference_ms"] = weight, reference_ms
+    grown["count"] += np.diff(starts, append=len(pairs))
+    later = newest["computed_ms"] >= old["computed_ms"]
+    grown["version"] = np.where(later, newest["version"], old["version"])
+    grown["computed_ms"] = np.maximum(old["computed_ms"], newest["computed_ms"])
+    available_ms = np.maximum.reduceat(pairs["available_ms"], starts)
+    grown["available_ms"] = np.maximum(old["available_ms"], available_ms)
+    return grown
+
+
+def pair_rows(pairs: Sequence[Pair], *, dim: int) -> Table:
+    """Pairs as a table [N].
 
     Raises:
-        ValueError: there is no vector to add.
+        InvalidInput: a vector is of another width.
     """
-    if not pairs:
-        raise ValueError("a mean grows by at least one vector")
-    newest = max(pairs, key=lambda pair: pair.computed_ms)
-    if mean is None or mean.space_id != newest.space_id or len(mean.mean) != len(newest.vector):
-        mean = _empty(newest)
-    reference_ms = max(mean.reference_ms, newest.computed_ms)
-    ages = np.array([pair.computed_ms - reference_ms for pair in pairs], dtype=np.float64)
-    added = 2.0 ** (ages / half_life_ms)
-    kept = mean.weight * 2.0 ** ((mean.reference_ms - reference_ms) / half_life_ms)
-    weight = kept + float(added.sum())
-    scaled = added * np.array([pair.scale for pair in pairs])
-    total = scaled @ np.stack([pair.vector for pair in pairs]).astype(np.float64)
-    return Mean(
-        space_id=newest.space_id,
-        model_version=(newest if newest.computed_ms >= mean.computed_ms else mean).model_version,
-        computed_ms=max(mean.computed_ms, newest.computed_ms),
-        available_ms=max(mean.available_ms, *(pair.available_ms for pair in pairs)),
-        count=mean.count + len(pairs),
-        weight=weight,
-        reference_ms=reference_ms,
-        mean=((mean.mean * kept + total) / weight).astype(np.float32),
-    )
+    if odd := {len(pair.vector) for pair in pairs} - {dim}:
+        raise InvalidInput(f"a pair vector has {odd.pop()} values; rows of this space have {dim}")
+    table = blank_pairs(len(pairs), dim=dim)
+    for name in ("surface", "computed_ms", "available_ms", "scale", "vector"):
+        table[name] = [getattr(pair, name) for pair in pairs]
+    table["space"] = [np.void(pair.space_id) for pair in pairs]
+    table["version"] = [pair.model_version.encode() for pair in pairs]
+    return table
 
 
-def encode_pair(pair: Pair) -> bytes:
-    """The pair as a field's value."""
-    row = _stamped(_pair_dtype(len(pair.vector)), PAIR_FORMAT, pair)
-    row["surface"], row["scale"], row["vector"] = pair.surface, pair.scale, pair.vector
-    return row.tobytes()
+def blank_pairs(count: int, *, dim: int) -> Table:
+    """[count] pairs of the current format that nobody asked for, to be filled in."""
+    table = np.zeros(count, dtype=_pair_dtype(dim))
+    table["format"], table["dim"], table["surface"] = PAIR_FORMAT, dim, NO_SURFACE
+    return table
 
 
-def encode_mean(mean: Mean) -> bytes:
-    """The mean as a field's value."""
-    row = _stamped(_mean_dtype(len(mean.mean)), MEAN_FORMAT, mean)
-    row["surface"], row["count"], row["weight"] = NO_SURFACE, mean.count, mean.weight
-    row["reference_ms"], row["mean"] = mean.reference_ms, mean.mean
-    return row.tobytes()
+def blank_means(count: int, *, dim: int) -> Table:
+    """[count] unreadable means: each starts anew when it grows."""
+    return np.zeros(count, dtype=_mean_dtype(dim))
 
 
-def decode_pair(value: bytes, *, dim: int) -> Pair | None:
-    """The pair in a field's value; None if the value is of another format or width."""
-    rows, known = pair_table([value], dim=dim)
-    if not known[0]:
-        return None
-    row = rows[0]
-    return Pair(
-        space_id=row["space"].tobytes(),
-        model_version=row["version"].decode(),
-        surface=int(row["surface"]),
-        computed_ms=int(row["computed_ms"]),
-        available_ms=int(row["available_ms"]),
-        scale=float(row["scale"]),
-        vector=row["vector"].copy(),
-    )
-
-
-def decode_mean(value: bytes, *, dim: int) -> Mean | None:
-    """The mean in a field's value; None if the value is of another format or width."""
-    rows, known = mean_table([value], dim=dim)
-    if not known[0]:
-        return None
-    row = rows[0]
-    return Mean(
-        space_id=row["space"].tobytes(),
-        model_version=row["version"].decode(),
-        computed_ms=int(row["computed_ms"]),
-        available_ms=int(row["available_ms"]),
-        count=int(row["count"]),
-        weight=float(row["weight"]),
-        reference_ms=int(row["reference_ms"]),
-        mean=row["mean"].copy(),
-    )
+def values_of(table: Table) -> list[bytes]:
+    """Rows of a table as values of fields."""
+    width, joined = table.dtype.itemsize, table.tobytes()
+    return [joined[at : at + width] for at in range(0, len(joined), width)]
 
 
 def pair_table(
     values: Sequence[bytes | None], *, dim: int
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
+) -> tuple[Table, npt.NDArray[np.bool_]]:
     """Pairs as one structured array [N], and which of them are readable [N]; the others are zeros."""
     return _table(values, _pair_dtype(dim), PAIR_FORMAT, dim)
 
 
 def mean_table(
     values: Sequence[bytes | None], *, dim: int
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
+) -> tuple[Table, npt.NDArray[np.bool_]]:
     """Means as one structured array [N], and which of them are readable [N]; the others are zeros."""
     return _table(values, _mean_dtype(dim), MEAN_FORMAT, dim)
 
 
 def _table(
     values: Sequence[bytes | None], dtype: np.dtype[np.void], number: int, dim: int
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
+) -> tuple[Table, npt.NDArray[np.bool_]]:
     blank = bytes(dtype.itemsize)
     fitting = [v if v is not None and len(v) == dtype.itemsize else blank for v in values]
     rows = np.frombuffer(b"".join(fitting), dtype=dtype)
     return rows, (rows["format"] == number) & (rows["dim"] == dim)
 
 
-def _empty(pair: Pair) -> Mean:
-    """A mean of nothing, in the space and width of a vector."""
-    return Mean(
-        space_id=pair.space_id,
-        model_version=pair.model_version,
-        computed_ms=pair.computed_ms,
-        available_ms=pair.available_ms,
-        count=0,
-        weight=0.0,
-        reference_ms=pair.computed_ms,
-        mean=np.zeros(len(pair.vector), dtype=np.float32),
-    )
+def _first_newest(computed_ms: Ints, starts: Ints, of_P: Ints) -> Ints:
+    """Of each mean's vectors, the newest; the first among equals."""
+    newest = np.flatnonzero(computed_ms == np.maximum.reduceat(computed_ms, starts)[of_P])
+    return newest[np.searchsorted(of_P[newest], np.arange(len(starts)))]
 
 
-def _stamped(dtype: np.dtype[np.void], number: int, source: Pair | Mean) -> npt.NDArray[np.void]:
-    row = np.zeros((), dtype=dtype)
-    row["format"], row["dim"] = number, row["vector" if number == PAIR_FORMAT else "mean"].size
-    row["space"] = np.void(source.space_id)
-    row["version"] = source.model_version.encode()
-    row["computed_ms"], row["available_ms"] = source.computed_ms, source.available_ms
-    return row
+def _begun(means: Table, newest: Table) -> Table:
+    """The means to go on from: those that cannot be continued hold nothing, in the space of their newest vector."""
+    anew = (means["format"] != MEAN_FORMAT) | (means["space"] != newest["space"])
+    if not anew.any():
+        return means
+    empty = np.zeros(len(means), dtype=means.dtype)
+    for name in ("dim", "space", "version", "computed_ms", "available_ms"):
+        empty[name] = newest[name]
+    empty["format"], empty["surface"] = MEAN_FORMAT, NO_SURFACE
+    empty["reference_ms"] = newest["computed_ms"]
+    return np.where(anew, empty, means)
 
 
-def _check_stamp(space_id: bytes, model_version: str) -> None:
+def _decay(age_ms: Ints, half_life_ms: Floats) -> Floats:
+    return np.asarray(np.exp2(age_ms / half_life_ms), dtype=np.float64)
+
+
+def check_stamp(space_id: bytes, model_version: str) -> None:
+    """Refuses, with InvalidInput, what a row's header cannot hold."""
     if len(space_id) != SPACE_BYTES:
         raise InvalidInput(f"space id {space_id.hex()!r} has {len(space_id)} bytes; it must have 8")
     if len(model_version.encode()) > VERSION_BYTES:

@@ -13,9 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from services.solaris import rows
 from services.solaris.lifetimes import USER_FIELD, Lifetimes, ad_field, group_field, row_key
-from services.solaris.rows import Pair
+from services.solaris.rows import Pair, Table
 
 
 class WideRowStore(Protocol):
@@ -68,53 +71,50 @@ class PairWriter:
         self, user_key: int, ad_keys: Sequence[int], *, now_ms: int, model_version: str
     ) -> list[bool]:
         """Which pairs need no computing: the same model wrote them, and they are not past their soft age."""
-        stored = self._pairs(user_key, ad_keys)
-        soft_ms = self._lifetimes.pair.soft_ms
-        return [
-            pair is not None
-            and pair.model_version == model_version
-            and now_ms - pair.computed_ms < soft_ms
-            for pair in stored
-        ]
+        stored, known = self._stored(user_key, ad_keys)
+        same = known & (stored["version"] == model_version.encode())
+        young = now_ms - stored["computed_ms"] < self._lifetimes.pair.soft_ms
+        return [bool(is_fresh) for is_fresh in same & young]
 
     def _write_user(self, user_key: int, pairs: list[NewPair]) -> list[NewPair]:
         newest = _newest_of_each(pairs)
-        stored = self._pairs(user_key, [new.ad_key for new in newest])
-        added = [
-            new
-            for new, old in zip(newest, stored, strict=True)
-            if old is None or old.computed_ms < new.pair.computed_ms
-        ]
-        if not added:
+        stored, known = self._stored(user_key, [new.ad_key for new in newest])
+        computed_ms = np.array([new.pair.computed_ms for new in newest])
+        fresh = np.flatnonzero(~known | (stored["computed_ms"] < computed_ms))
+        if not len(fresh):
             return []
-        values = {ad_field(new.ad_key): rows.encode_pair(new.pair) for new in added}
-        values |= self._means(user_key, added)
+        added = [newest[i] for i in fresh]
+        table = rows.pair_rows([new.pair for new in added], dim=self._dim)
+        fields = [ad_field(new.ad_key) for new in added]
+        values = dict(zip(fields, rows.values_of(table), strict=True))
+        values |= self._means(user_key, [new.group_key for new in added], table)
         self._store.hset_many(
             row_key(self._space_id, user_key), values, ttl_ms=self._lifetimes.row_ms
         )
         return added
 
-    def _means(self, user_key: int, added: list[NewPair]) -> dict[str, bytes]:
+    def _means(
+        self, user_key: int, group_keys: Sequence[int | None], table: Table
+    ) -> dict[str, bytes]:
         life = self._lifetimes
-        members: dict[str, list[Pair]] = {USER_FIELD: [new.pair for new in added]}
-        for new in added:
-            if new.group_key is not None:
-                members.setdefault(group_field(new.group_key), []).append(new.pair)
+        members: dict[str, list[int]] = {USER_FIELD: list(range(len(table)))}
+        for i, group in enumerate(group_keys):
+            if group is not None:
+                members.setdefault(group_field(group), []).append(i)
         stored = self._store.hget_many(row_key(self._space_id, user_key), list(members))
-        values: dict[str, bytes] = {}
-        for (field, pairs), value in zip(members.items(), stored, strict=True):
-            half_life = (
-                life.user_half_life_ms if field == USER_FIELD else life.ad_group_half_life_ms
-            )
-            mean = None if value is None else rows.decode_mean(value, dim=self._dim)
-            values[field] = rows.encode_mean(rows.add(mean, pairs, half_life_ms=half_life))
-        return values
+        means, _ = rows.mean_table(stored, dim=self._dim)
+        half_life_ms = np.full(len(members), life.ad_group_half_life_ms, dtype=np.float64)
+        half_life_ms[0] = life.user_half_life_ms
+        starts = np.cumsum([0, *map(len, members.values())])[:-1]
+        order = [i for mine in members.values() for i in mine]
+        grown = rows.grow(means, table[order], starts, half_life_ms=half_life_ms)
+        return dict(zip(members, rows.values_of(grown), strict=True))
 
-    def _pairs(self, user_key: int, ad_keys: Sequence[int]) -> list[Pair | None]:
+    def _stored(self, user_key: int, ad_keys: Sequence[int]) -> tuple[Table, npt.NDArray[np.bool_]]:
         fields = [ad_field(ad_key) for ad_key in ad_keys]
         values = self._store.hget_many(row_key(self._space_id, user_key), fields)
-        found = [None if v is None else rows.decode_pair(v, dim=self._dim) for v in values]
-        return [p if p is not None and p.space_id == self._space_id else None for p in found]
+        stored, known = rows.pair_table(values, dim=self._dim)
+        return stored, known & (stored["space"] == np.void(self._space_id))
 
 
 def _newest_of_each(pairs: list[NewPair]) -> list[NewPair]:

@@ -123,7 +123,8 @@ def test_rows_of_another_space_are_not_seen_and_new_spaces_start_empty(store: On
 
 
 def test_a_row_misfiled_under_this_space_is_counted_and_never_mixed(store: OnlineStore) -> None:
-    store.hset_many(row_key(SPACE, USER), {ad_field(AD): rows.encode_pair(pair(8, space=OTHER))})
+    (value,) = rows.values_of(rows.pair_rows([pair(8, space=OTHER)], dim=DIM))
+    store.hset_many(row_key(SPACE, USER), {ad_field(AD): value})
     got = read(store, {AD: GROUP})
     assert got.levels_N.tolist() == [Level.DEFAULT]
     assert got.refused.space == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from feature_store.errors import InvalidInput
 from feature_store.ids import ABSENT
 from feature_store.online import open_store
 from feature_store.tables import Tables
-from services.solaris.lifetimes import HOUR_MS, Level, Lifetimes
+from services.solaris.lifetimes import (
+    HOUR_MS,
+    USER_FIELD,
+    Level,
+    Lifetime,
+    Lifetimes,
+    ad_field,
+    group_field,
+    row_key,
+)
 from services.solaris.reader import PairReader
 from services.solaris.replay import PairReplay
-from services.solaris.rows import Pair
+from services.solaris.rows import NO_SURFACE, Pair
 from services.solaris.worker.changes import DeltaChangeLog
 from services.solaris.writer import NewPair, PairWriter
 
@@ -67,40 +80,123 @@ def test_nothing_asked_is_nothing_read(tmp_path: Path) -> None:
     assert got.q.shape == (0, DIM)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    user: int
+    ad: int
+    group: int | None
+    computed: int
+    delay: int
+    """Steps until it is available: a later one may be available sooner."""
+    value: int
+    version: str
+
+    @property
+    def new(self) -> NewPair:
+        random = np.random.default_rng(self.value)
+        at_ms = T0 + self.computed * STEP_MS
+        pair = Pair(
+            space_id=SPACE, model_version=self.version, surface=NO_SURFACE, computed_ms=at_ms,
+            available_ms=at_ms + self.delay * STEP_MS, scale=float(np.float32(random.uniform())),
+            vector=random.integers(-127, 128, DIM).astype(np.int8),
+        )  # fmt: skip
+        return NewPair(self.user, self.ad, self.group, pair)
+
+
+STEP_MS = HOUR_MS // 4
+"""Few instants, so that many are equal."""
 WRITES = st.lists(
-    st.tuples(st.integers(1, 2), st.integers(0, 5), st.integers(0, 8 * HOUR_MS), st.integers(-127, 127)),
-    max_size=12,
+    st.builds(
+        Write, user=st.integers(-2, 4), ad=st.integers(0, 4), group=st.sampled_from([None, 0, 1, 2]),
+        computed=st.integers(0, 20), delay=st.integers(0, 3), value=st.integers(0, 99), version=st.sampled_from(["v1", "v2"]),
+    ),
+    min_size=1, max_size=40,
 )  # fmt: skip
 READS = st.lists(
-    st.tuples(st.integers(1, 3), st.integers(0, 6), st.integers(0, 40 * HOUR_MS)), min_size=1, max_size=8
+    st.tuples(st.integers(-2, 5), st.integers(0, 5), st.sampled_from([None, 0, 1, 2, 3]), st.integers(-1, 40)),
+    min_size=1, max_size=12,
 )  # fmt: skip
+LIVES_OF_ALL_KINDS = st.builds(
+    lambda ages, half_lives, min_count: Lifetimes(
+        **{level: Lifetime(soft_ms=age * STEP_MS, hard_ms=2 * age * STEP_MS) for level, age in ages.items()},
+        ad_group_half_life_ms=half_lives[0] * HOUR_MS, user_half_life_ms=half_lives[1] * HOUR_MS, min_count=min_count,
+    ),
+    st.fixed_dictionaries({level: st.integers(4, 30) for level in ("pair", "ad_group", "user")}),
+    st.tuples(st.floats(0.1, 9.0), st.floats(0.1, 9.0)),
+    st.integers(1, 3),
+)  # fmt: skip
+ANY_LOG = settings(max_examples=25, deadline=None)
 
 
-@settings(max_examples=25, deadline=None)
-@given(writes=WRITES, reads=READS)
+def in_order(writes: list[Write]) -> list[tuple[int, list[NewPair]]]:
+    """One write of all users' pairs for each instant of availability."""
+    pairs = sorted((write.new for write in writes), key=lambda new: new.pair.available_ms)
+    return [(at_ms, list(mine)) for at_ms, mine in groupby(pairs, key=lambda new: new.pair.available_ms)]
+
+
+def of_any_log(folder: Path, writes: list[Write], lives: Lifetimes, portion: int) -> PairReplay:
+    tables = Tables(folder / "tables")
+    DeltaChangeLog(tables).append([write.new for write in writes])
+    return PairReplay(tables.read("pairs"), space_id=SPACE, dim=DIM, lifetimes=lives, portion=portion)
+
+
+@ANY_LOG
+@given(writes=WRITES, reads=READS, lives=LIVES_OF_ALL_KINDS, portion=st.sampled_from([1, 5, 1000]))
 def test_a_replay_gives_the_bytes_that_were_served(
     tmp_path_factory: pytest.TempPathFactory,
-    writes: list[tuple[int, int, int, int]],
-    reads: list[tuple[int, int, int]],
+    writes: list[Write],
+    reads: list[tuple[int, int, int | None, int]],
+    lives: Lifetimes,
+    portion: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("replay")
-    pairs = [new_pair(*write) for write in writes]
-    pairs.sort(key=lambda new: (new.pair.available_ms, new.ad_key))
-    store = open_store(f"sqlite:///{folder / 'online.sqlite'}")
-    writer = PairWriter(store, LIVES, space_id=SPACE, dim=DIM)
-    reader = PairReader(store, LIVES)
-    got = replayed(folder, pairs or [new_pair(9, 9, 0, 1)]).read(*asked(reads))
-    waiting = list(pairs)
-    for row in sorted(range(len(reads)), key=lambda i: reads[i][2]):
-        user, ad, at = reads[row]
-        while waiting and waiting[0].pair.available_ms <= T0 + at:
-            writer.write([waiting.pop(0)])
-        served = reader.read(
-            user, [ad], [ad // 2 if ad else None], as_of_ms=T0 + at, space_id=SPACE, dim=DIM
-        )
-        for replayed_values, (name, values) in zip(got, served.tensors().items(), strict=True):
-            assert replayed_values[row].tobytes() == values[0].tobytes(), name
-    store.close()
+    users, ads, groups, steps = zip(*reads, strict=True)
+    user_key, ad_key = np.array(users, dtype=np.int64), np.array(ads, dtype=np.int64)
+    group_key = np.array([ABSENT if group is None else group for group in groups], dtype=np.int64)
+    at_ms = T0 + np.array(steps, dtype=np.int64) * STEP_MS
+    got = of_any_log(folder, writes, lives, portion).read(user_key, ad_key, group_key, at_ms)
+    with closing(open_store(f"sqlite:///{folder / 'online.sqlite'}")) as store:
+        writer, reader = PairWriter(store, lives, space_id=SPACE, dim=DIM), PairReader(store, lives)
+        waiting = in_order(writes)
+        for row in np.argsort(at_ms, kind="stable").tolist():
+            while waiting and waiting[0][0] <= at_ms[row]:
+                writer.write(waiting.pop(0)[1])
+            served = reader.read(
+                users[row], [ads[row]], [groups[row]], as_of_ms=int(at_ms[row]), space_id=SPACE, dim=DIM
+            )
+            mine = {"pair_q": got.q, "pair_scale": got.scale, "pair_level": got.level, "pair_meta": got.meta}
+            for name, values in served.tensors().items():
+                assert mine[name][row].tobytes() == values[0].tobytes(), name
+
+
+@ANY_LOG
+@given(writes=WRITES, until=st.integers(0, 25), lives=LIVES_OF_ALL_KINDS, portion=st.sampled_from([1, 5, 1000]))
+def test_a_store_filled_from_the_log_holds_the_bytes_of_the_one_that_lived_through_it(
+    tmp_path_factory: pytest.TempPathFactory, writes: list[Write], until: int, lives: Lifetimes, portion: int
+) -> None:
+    folder = tmp_path_factory.mktemp("fill")
+    until_ms = T0 + until * STEP_MS
+    fields = [*map(ad_field, range(6)), *map(group_field, range(4)), USER_FIELD]
+    with (
+        closing(open_store(f"sqlite:///{folder / 'lived.sqlite'}")) as lived,
+        closing(open_store(f"sqlite:///{folder / 'filled.sqlite'}")) as filled,
+    ):
+        writer = PairWriter(lived, lives, space_id=SPACE, dim=DIM)
+        for at_ms, pairs in in_order(writes):
+            if at_ms <= until_ms:
+                writer.write(pairs)
+        seen = {write.user for write in writes if write.new.pair.available_ms <= until_ms}
+        assert of_any_log(folder, writes, lives, portion).materialize(filled, until_ms=until_ms) == len(seen)
+        for user in range(-2, 5):
+            key = row_key(SPACE, user)
+            assert filled.hget_many(key, fields) == lived.hget_many(key, fields)
+
+
+def test_a_log_of_vectors_of_another_width_is_refused(tmp_path: Path) -> None:
+    tables = Tables(tmp_path / "tables")
+    DeltaChangeLog(tables).append([new_pair(1, 2, 0, 8)])
+    with pytest.raises(InvalidInput, match="4 values, not 64"):
+        PairReplay(tables.read("pairs"), space_id=SPACE, dim=64)
 
 
 def test_a_store_filled_from_the_log_serves_what_the_one_that_lived_through_it_serves(tmp_path: Path) -> None:
