@@ -15,7 +15,7 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
-from deltalake import DeltaTable, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from deltalake.exceptions import TableNotFoundError
 from gem.schema.v1 import dataset_spec_pb2 as pb
 
@@ -156,9 +156,13 @@ class Tables:
         """Whether anything was ever written to a table."""
         return DeltaTable.is_deltatable(str(self.path(name)))
 
-    def append(self, name: str, rows: pa.Table | pa.RecordBatchReader) -> None:
-        """Adds rows in one transaction; new columns are added to the table, missing ones are null."""
-        self._write(name, rows, "append")
+    def append(self, name: str, rows: pa.Table | pa.RecordBatchReader, *, key: str = "") -> None:
+        """Adds rows in one transaction, which `holds` finds by its key; new columns are added, missing ones are null."""
+        self._write(name, rows, "append", key)
+
+    def holds(self, name: str, key: str) -> bool:
+        """Whether a transaction of that key was written to a table."""
+        return self.exists(name) and self._open(name).transaction_version(key) is not None
 
     def overwrite(self, name: str, rows: pa.Table | pa.RecordBatchReader) -> None:
         """Replaces all rows in one transaction."""
@@ -180,6 +184,10 @@ class Tables:
                 f"table {name} at {self.path(name)} lacks columns {lacking}; it has {dataset.schema.names}; import it again"
             )
         return dataset.to_table(columns=list(columns) if columns else None, filter=where)
+
+    def reader(self, name: str) -> pa.RecordBatchReader:
+        """All rows, a few batches at a time."""
+        return self._dataset(name).scanner(batch_readahead=1, fragment_readahead=1, use_threads=False).to_reader()
 
     def columns(self, name: str) -> list[str]:
         """Names of a table's columns."""
@@ -206,11 +214,14 @@ class Tables:
         files = [str(uri).removeprefix("file://") for uri in table.file_uris()]
         return ds.dataset(files, schema=columns, format="parquet") if files else ds.dataset(columns.empty_table())
 
-    def _write(self, name: str, rows: pa.Table | pa.RecordBatchReader, mode: Literal["append", "overwrite"]) -> None:
+    def _write(
+        self, name: str, rows: pa.Table | pa.RecordBatchReader, mode: Literal["append", "overwrite"], key: str = ""
+    ) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         path = str(self.path(name))
         if mode == "append":
-            write_deltalake(path, rows, mode="append", schema_mode="merge")
+            named = CommitProperties(app_transactions=[Transaction(key, 1)]) if key else None
+            write_deltalake(path, rows, mode="append", schema_mode="merge", commit_properties=named)
         else:
             write_deltalake(path, rows, mode="overwrite", schema_mode="overwrite")
 

@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from feature_store.errors import FailedPrecondition, InvalidInput
 from feature_store.ids import example_ids
+from feature_store.importing.staging import write_whole
 from feature_store.tables import Tables
 
 Floats = npt.NDArray[np.float64]
@@ -35,6 +37,9 @@ SURFACES = ("feed", "reels", "stories", "search", "offsite")
 _CHUNK_USERS = 1024
 _MEMORY = 20
 _TOPICS = 12
+_BUSIEST = 40
+"""Requests a day that nobody exceeds."""
+_TABLES = ("catalogue", "users", "events", "impressions", "outcomes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +65,20 @@ class WorldConfig:
     dim: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("users", "ads", "days", "shown", "dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; a world needs at least 1")
+        for name, least in (("users", 1), ("ads", 1), ("days", 1), ("shown", 1), ("dim", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise InvalidInput(f"{name} is {value!r}; it must be a whole number of at least {least}")
         if self.ads < 2 * self.shown:
-            raise ValueError(f"{self.ads} ads cannot fill requests of {self.shown}; take at least {2 * self.shown}")
-        for name in ("feature_gap", "cross_surface", "returning"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
+            raise InvalidInput(f"{self.ads} ads cannot fill requests of {self.shown}; take at least {2 * self.shown}")
+        if not 0 < self.requests_per_user <= _BUSIEST * self.days:
+            raise InvalidInput(
+                f"requests_per_user is {self.requests_per_user}; it must be above 0, and at most {_BUSIEST} a day: "
+                f"{_BUSIEST * self.days} in {self.days} days"
+            )
+        for name, most in (("feature_gap", 1), ("cross_surface", 1), ("returning", 1), ("sequence_strength", 100)):
+            if not 0 <= getattr(self, name) <= most:  # neither holds for NaN
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it must lie between 0 and {most}")
 
     @property
     def end_ms(self) -> int:
@@ -100,11 +111,22 @@ class _Surfaces:
 def generate(config: WorldConfig, tables: Tables, progress: Progress = lambda done, total: None) -> dict[str, int]:
     """Writes catalogue, users, events, impressions and outcomes; returns rows a table.
 
-    Memory follows the chunk of users, not the world. Equal configurations give equal tables.
+    Memory follows the chunk of users, not the world. Equal configurations give equal tables. A world that is killed
+    leaves no rows, or all of them as soon as the same world is generated again.
+
+    Raises:
+        FailedPrecondition: the tables hold rows already; a world cannot be mixed with another log.
     """
+    return write_whole(tables, repr(config), lambda aside: _write(config, tables, aside, progress))
+
+
+def _write(config: WorldConfig, tables: Tables, aside: Tables, progress: Progress) -> dict[str, int]:
+    held = [name for name in _TABLES if tables.exists(name)]
+    if held:
+        raise FailedPrecondition(f"{tables.root} holds {held} already; give another folder for this world, or remove that one")
     rng = np.random.default_rng([config.seed, 0])
     ads, surfaces = _make_ads(config, rng), _make_surfaces(config, rng)
-    tables.append("catalogue", _catalogue(ads))
+    aside.append("catalogue", _catalogue(ads))
     counts = {"catalogue": config.ads}
     for first in range(0, config.users, _CHUNK_USERS):
         size = min(_CHUNK_USERS, config.users - first)
@@ -112,7 +134,7 @@ def generate(config: WorldConfig, tables: Tables, progress: Progress = lambda do
         for name, table in _simulate(config, ads, surfaces, first=first, size=size):
             chunk.setdefault(name, []).append(table)
         for name, parts in chunk.items():
-            tables.append(name, pa.concat_tables(parts))
+            aside.append(name, pa.concat_tables(parts))
             counts[name] = counts.get(name, 0) + sum(part.num_rows for part in parts)
         progress(first + size, config.users)
     return counts
@@ -127,8 +149,7 @@ def _make_ads(config: WorldConfig, rng: np.random.Generator) -> _Ads:
     vector = (group_vector[group] + 0.5 * rng.normal(size=(config.ads, config.dim))) / np.sqrt(config.dim)
     conversion = 0.6 * vector + 0.8 * rng.normal(size=vector.shape) / np.sqrt(config.dim)
     drift = np.cumsum(rng.normal(scale=0.08, size=(config.days, config.ads)), axis=0)
-    from_day = np.where(rng.random(config.ads) < 0.6, 0, rng.integers(0, config.days, config.ads))
-    until_day = from_day + 2 + rng.geometric(1 / max(2, config.days), config.ads)
+    from_day, until_day = _lives(config, rng)
     return _Ads(
         vector=vector,
         conversion=conversion,
@@ -144,14 +165,24 @@ def _make_ads(config: WorldConfig, rng: np.random.Generator) -> _Ads:
     )
 
 
+def _lives(config: WorldConfig, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """First days of ads and those of their retirement; lives that end or begin nearest fill days with too few ads."""
+    from_day = np.where(rng.random(config.ads) < 0.6, 0, rng.integers(0, config.days, config.ads))
+    until_day = from_day + 2 + rng.geometric(1 / max(2, config.days), config.ads)
+    for day in range(config.days):
+        distance = np.maximum(from_day - day, day - until_day + 1)  # not above 0: live
+        nearest = np.argsort(distance, kind="stable")[: 2 * config.shown]
+        from_day[nearest] = np.minimum(from_day[nearest], day)
+        until_day[nearest] = np.maximum(until_day[nearest], day + 1)
+    return from_day, until_day
+
+
 def _exposure(config: WorldConfig, rng: np.random.Generator, from_day: Ints, until_day: Ints) -> Floats:
     popularity = rng.permutation(np.arange(1, config.ads + 1, dtype=np.float64) ** -0.8)
     day = np.arange(config.days)[:, None]
     live = np.where((from_day <= day) & (day < until_day), popularity, 0.0)
-    starved = (live > 0).sum(1) < 2 * config.shown
-    live[starved] = popularity
-    share = np.cumsum(live, axis=1) / live.sum(1, keepdims=True)
-    share[:, -1] = 1.0
+    share = np.cumsum(live, axis=1)
+    share /= share[:, -1:]  # exactly 1 from the last live ad on: those behind it have no share
     return np.asarray((day + share).ravel(), dtype=np.float64)
 
 
@@ -180,6 +211,7 @@ def _catalogue(ads: _Ads) -> pa.Table:
             "account": ads.account,
             "tag": ads.tag,
             "bid_floor": ads.bid_floor,
+            "truth_until_ms": START_MS + ads.until_day * DAY_MS,
         }
     )
 
@@ -258,7 +290,7 @@ def _profiles(users: _Users, first: int) -> pa.Table:
 def _request_times(config: WorldConfig, rng: np.random.Generator, home: Ints) -> list[Ints]:
     counts = 1 + rng.poisson(config.requests_per_user * rng.lognormal(sigma=0.8, size=len(home)))
     times = []
-    for user, count in enumerate(np.minimum(counts, 40 * config.days)):
+    for user, count in enumerate(np.minimum(counts, _BUSIEST * config.days)):
         day = rng.integers(0, config.days, count)
         hour = (rng.normal(loc=13 + 2 * home[user], scale=4.5, size=count)) % 24
         jitter = rng.integers(0, 1000, count)
@@ -271,10 +303,12 @@ def _searches(
 ) -> pa.Table:
     """Some users searched minutes before: the ad they found is close to their intent."""
     searching = users.rng.random(len(active)) < 0.5
-    who, when = active[searching], now[searching] - users.rng.integers(60_000, 30 * 60_000, searching.sum())
+    who, ago = active[searching], users.rng.integers(60_000, 30 * 60_000, searching.sum())
+    when = np.maximum(now[searching] - ago, START_MS)
     wish = config.feature_gap * users.intent[who] + (1 - config.feature_gap) * users.interest[who]
     taste = 2.5 * wish @ ads.vector.T + users.rng.gumbel(size=(len(who), config.ads))
-    found = taste.argmax(1)
+    day = ((when - START_MS) // DAY_MS)[:, None]
+    found = np.where((ads.from_day <= day) & (day < ads.until_day), taste, -np.inf).argmax(1)
     keys = first + who
     ids = [f"s{key}-{turn}".encode().ljust(16, b"\0") for key in keys]
     return pa.table(
@@ -307,7 +341,8 @@ def _requests(
     surface = np.where(away, rng.integers(0, len(SURFACES), n), users.home[active])
     day = np.minimum((now - START_MS) // DAY_MS, config.days - 1)
     slot = (np.arange(k) + rng.random((n, k))) / k
-    shown = np.searchsorted(ads.day_cdf, day[:, None] + slot, side="right").clip(max=ads.day_cdf.size - 1) % config.ads
+    place = np.minimum(day[:, None] + slot, np.nextafter(day[:, None] + 1.0, 0))  # a sum may be rounded up to the next day
+    shown = np.searchsorted(ads.day_cdf, place, side="right") % config.ads
     again = users.recall(active, k, config.returning)
     shown = np.where((again >= 0) & (day[:, None] < ads.until_day[again]), again, shown)
     logits = _click_logits(config, ads, surfaces, users, active, surface, day, shown)

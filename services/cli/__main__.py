@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 
-from services.cli.app import run
-
 
 def main() -> None:
-    """Runs one command and exits with its status: 0 done, 1 the platform refused, 2 wrong usage."""
+    """Runs one command and exits with its status: 0 done, 1 the platform refused, 2 wrong usage, 130 interrupted."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin on busy cores slow each other tenfold
-    sys.exit(run(sys.argv[1:]))
+    try:  # around the imports too, so that Ctrl-C ends them as it ends a command
+        from services.cli.app import run
+
+        sys.exit(run(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

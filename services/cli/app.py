@@ -5,16 +5,15 @@ Knows commands and their options. Does not know how anything is done: rooms and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from feature_store.errors import GemError
 from services.cli import commands
 from services.cli.console import Console
+from services.cli.failures import guarded
 from services.cli.home import Home
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
@@ -24,33 +23,32 @@ _HOME = Path(".gem")
 app = typer.Typer(
     name="gemctl",
     help="One ads foundation model for all surfaces, and the platform that serves it.\n\n"
-    "Start with `gemctl demo`, or with `gemctl import` of own logs.",
+    "Start with `gemctl demo`, or with `gemctl import` of own logs.\n\n"
+    "Exit codes: 0 done, 1 refused (the message says why and the way out), 2 wrong usage, 130 interrupted.",
+    epilog="Example: gemctl demo --size small",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-train_app = typer.Typer(help="Train the foundation model, or a surface's vertical model.", no_args_is_help=True)
-solaris_app = typer.Typer(help="Look at pair embeddings.", no_args_is_help=True)
+train_app = typer.Typer(
+    help="Train the foundation model, or a surface's vertical model.",
+    epilog="Example: gemctl train foundation --until 2026-01-10",
+    no_args_is_help=True,
+)
+solaris_app = typer.Typer(
+    help="Look at pair embeddings.", epilog="Example: gemctl solaris status --json", no_args_is_help=True
+)
 app.add_typer(train_app, name="train")
 app.add_typer(solaris_app, name="solaris")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command; returns its exit status."""
-    try:
-        app(list(arguments))
-    except SystemExit as done:  # typer has spoken: wrong usage is 2
-        return done.code if isinstance(done.code, int) else 0
-    except KeyboardInterrupt:
-        return 130
-    except GemError as error:
-        sys.stderr.write(f"gemctl: {error}\n")
-        return 1
-    return 0
+    """Runs a command; returns its exit code, see `services.cli.failures`."""
+    return guarded(lambda: app(list(arguments)), as_json="--json" in arguments)
 
 
-@app.command()
+@app.command(epilog="Example: gemctl demo --size small")
 def demo(
     data: Annotated[Path | None, typer.Option(help="Folder of real logs: KuaiRand, or files with a spec.yaml.")] = None,
     size: Annotated[str, typer.Option(help="small, default or large.")] = "default",
@@ -61,7 +59,7 @@ def demo(
     commands.demo(Console(as_json=as_json), Home(home), size=size, data=data)
 
 
-@app.command()
+@app.command(epilog="Example: gemctl world --users 200 --ads 100 --days 7")
 def world(
     users: Annotated[int, typer.Option(help="Users.")] = 1200,
     ads: Annotated[int, typer.Option(help="Ads.")] = 500,
@@ -74,7 +72,7 @@ def world(
     commands.world(Console(as_json=as_json), Home(home), users=users, ads=ads, days=days, seed=seed)
 
 
-@app.command("import")
+@app.command("import", epilog="Example: gemctl import logs --spec spec.yaml")
 def import_(
     source: Annotated[Path, typer.Argument(help="Folder of the files to import.")],
     spec: Annotated[Path | None, typer.Option(help="Dataset spec; KuaiRand's files have one built in.")] = None,
@@ -86,7 +84,7 @@ def import_(
     commands.import_(Console(as_json=as_json), Home(home), source=source, spec=spec, max_reject_share=max_reject_share)
 
 
-@train_app.command("foundation")
+@train_app.command("foundation", epilog="Example: gemctl train foundation --until 2026-01-10 --epochs 1")
 def train_foundation(
     preset: Annotated[str, typer.Option(help="A function that returns a configuration.")] = "model.gem.presets:tiny",
     until: Annotated[str | None, typer.Option(help="Train on earlier events only: a date, or milliseconds.")] = None,
@@ -98,7 +96,7 @@ def train_foundation(
     commands.train_foundation(Console(as_json=as_json), Home(home), preset=preset, until=until, epochs=epochs)
 
 
-@train_app.command("vertical")
+@train_app.command("vertical", epilog="Example: gemctl train vertical --surface feed --arm A3")
 def train_vertical(
     surface: Annotated[str, typer.Option(help="Surface that it will serve.")],
     arm: Annotated[str, typer.Option(help="A0 nothing, A1 soft labels, A2 and LoopFM, A3 and Solaris.")] = "A3",
@@ -111,7 +109,7 @@ def train_vertical(
     commands.train_vertical(Console(as_json=as_json), Home(home), surface=surface, arm_name=arm, until=until, epochs=epochs)
 
 
-@app.command()
+@app.command(epilog="Example: gemctl annotate --since 2026-01-10 --until 2026-01-12")
 def annotate(
     since: Annotated[str | None, typer.Option(help="First event: a date or milliseconds; else where training ended.")] = None,
     until: Annotated[str | None, typer.Option(help="One past the last event: a date or milliseconds.")] = None,
@@ -122,7 +120,7 @@ def annotate(
     commands.annotate(Console(as_json=as_json), Home(home), since=since, until=until)
 
 
-@app.command()
+@app.command(epilog="Example: gemctl evaluate --model feed-a3 --since 2026-01-12 --json")
 def evaluate(
     model: Annotated[str, typer.Option(help="Name of a published model.")] = "foundation",
     since: Annotated[str | None, typer.Option(help="First event: a date or milliseconds; else where training ended.")] = None,
@@ -134,7 +132,7 @@ def evaluate(
     commands.evaluate_model(Console(as_json=as_json), Home(home), model=model, since=since, until=until)
 
 
-@app.command()
+@app.command(epilog="Example: gemctl up --base-port 7100")
 def up(
     base_port: Annotated[int, typer.Option(help="First of 20 ports on loopback.")] = 7100,
     home: HomeOption = _HOME,
@@ -143,7 +141,7 @@ def up(
     commands.up(Console(), Home(home), base_port=base_port)
 
 
-@app.command()
+@app.command(epilog="Example: gemctl rank --surface feed --user 1 --ads 1,2,3")
 def rank(
     surface: Annotated[str, typer.Option(help="Surface of the request.")],
     user: Annotated[str, typer.Option(help="User id.")],
@@ -156,7 +154,7 @@ def rank(
     commands.rank(Console(as_json=as_json), surface=surface, user=user, ads=ads, at=at, router=router)
 
 
-@app.command()
+@app.command(epilog="Example: gemctl trace 4bf92f35")
 def trace(
     trace_id: Annotated[str, typer.Argument(help="Trace id, or the beginning of one.")],
     home: HomeOption = _HOME,
@@ -166,7 +164,7 @@ def trace(
     commands.trace(Console(as_json=as_json), Home(home), trace_id)
 
 
-@solaris_app.command("status")
+@solaris_app.command("status", epilog="Example: gemctl solaris status --json")
 def solaris_status(home: HomeOption = _HOME, as_json: Json = False) -> None:
     """Say how far pair embeddings reach: backlog, coverage by level, precision."""
     commands.solaris_status(Console(as_json=as_json), Home(home))

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from feature_store.errors import FailedPrecondition, InvalidInput, NotFound
+from feature_store.errors import FailedPrecondition, InvalidInput, NotFound, NotReady
 from services.cli.console import Console, table
 from services.cli.home import DATASETS, Home
 
@@ -25,10 +25,11 @@ _STORE_SECONDS = 30.0
 def demo(console: Console, home: Home, *, size: str, data: Path | None) -> None:
     """The whole loop."""
     from services.demo.config import SIZES
-    from services.demo.loop import run_demo
 
     if size not in SIZES:
         raise InvalidInput(f"size {size!r} is not known; use one of {sorted(SIZES)}")
+    from services.demo.loop import run_demo
+
     report = run_demo(SIZES[size], home, console, data=data)
     console.result(report, *_summary(report))
     console.say(f"report: {home.root / 'report.html'} and report.json")
@@ -39,8 +40,8 @@ def world(console: Console, home: Home, *, users: int, ads: int, days: int, seed
     from feature_store.world import WorldConfig, generate
 
     config = WorldConfig(users=users, ads=ads, days=days, seed=seed)
-    home.adopt(DATASETS / "world.yaml")
     _must_be_empty(home)
+    home.adopt(DATASETS / "world.yaml")
     with console.progress("world") as advance:
         counts = generate(config, home.tables(), advance)
     console.result({"rows": counts, "seed": seed}, table("rows", ["table", "rows"], list(counts.items())))
@@ -56,8 +57,8 @@ def import_(console: Console, home: Home, *, source: Path, spec: Path | None, ma
     kuairand = spec is None and is_kuairand(source)
     if spec is None and not kuairand:
         raise InvalidInput(f"{source} does not hold KuaiRand's files; give --spec to say what it holds")
-    home.adopt(spec or DATASETS / "kuairand.yaml")
     _must_be_empty(home)
+    home.adopt(spec or DATASETS / "kuairand.yaml")
     run = import_kuairand if kuairand else import_mapped
     with console.progress("import") as advance:
         report = run(source, home.tables(), home.spec(), max_reject_share=max_reject_share, progress=advance)
@@ -68,6 +69,7 @@ def import_(console: Console, home: Home, *, source: Path, spec: Path | None, ma
 
 def train_foundation(console: Console, home: Home, *, preset: str, until: str | None, epochs: int) -> None:
     """A foundation model, published as the current one."""
+    home.spec()  # a home without one is refused before torch is imported
     import numpy as np
 
     from model.training.fitting import FitConfig, Progress
@@ -100,6 +102,13 @@ def train_vertical(
     console: Console, home: Home, *, surface: str, arm_name: str, until: str | None, epochs: int
 ) -> None:
     """One surface's model, published as its current one."""
+    from model.vertical.presets import arm
+
+    try:
+        model = arm(arm_name, surface)
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
+    home.spec().surface_index(surface)
     import numpy as np
 
     from feature_store.transfer import Annotations
@@ -108,17 +117,11 @@ def train_vertical(
     from model.training.rows import ReplayRows
     from model.training.vertical import VerticalRun
     from model.training.vertical import train_vertical as train
-    from model.vertical.presets import arm
 
-    try:
-        model = arm(arm_name, surface)
-    except ValueError as error:
-        raise InvalidInput(str(error)) from error
     replay, (first, last) = _replay(console, home)
-    replay.spec.surface_index(surface)
     spaces = (b"", b"")
     if model.kd:
-        manifest = load_foundation(home.models_root / _FOUNDATION, replay.spec).manifest
+        manifest = load_foundation(_model(home, _FOUNDATION), replay.spec).manifest
         if not replay.tables.exists("annotations"):
             raise FailedPrecondition("no impression is annotated; run `gemctl annotate` before training this arm")
         spaces = (manifest.loopfm_space_id, manifest.solaris_space_id)
@@ -146,6 +149,8 @@ def train_vertical(
 
 def annotate(console: Console, home: Home, *, since: str | None, until: str | None) -> None:
     """Soft labels, memories and pair embeddings of one snapshot."""
+    home.spec()
+    _model(home, _FOUNDATION)
     from prometheus_client import CollectorRegistry
 
     from feature_store.online import open_store
@@ -156,7 +161,7 @@ def annotate(console: Console, home: Home, *, since: str | None, until: str | No
     from services.loopfm.writer import Annotator
 
     replay, (_, last) = _replay(console, home)
-    loaded = load_foundation(home.models_root / _FOUNDATION, replay.spec)
+    loaded = load_foundation(_model(home, _FOUNDATION), replay.spec)
     begin = moment(since) if since else loaded.manifest.train_watermark_ms + 1
     pinned = Pinned.of(loaded)
     with open_store(home.store_url, timeout_seconds=_STORE_SECONDS) as store:
@@ -172,6 +177,8 @@ def annotate(console: Console, home: Home, *, since: str | None, until: str | No
 
 def evaluate_model(console: Console, home: Home, *, model: str, since: str | None, until: str | None) -> None:
     """NE, AUC, GAUC and calibration of a published model."""
+    home.spec()
+    folder = _model(home, model)
     from feature_store.transfer import Annotations
     from model.training.artefact import read_manifest, resolve
     from model.training.evaluate import evaluate, predict
@@ -180,7 +187,6 @@ def evaluate_model(console: Console, home: Home, *, model: str, since: str | Non
     from services.demo.summary import numbers
 
     replay, (_, last) = _replay(console, home)
-    folder = home.models_root / model
     manifest = read_manifest(resolve(folder))
     if manifest.loopfm_space_id and manifest.surface:
         replay.with_annotations(Annotations(replay.tables, replay.impressions, space_id=manifest.loopfm_space_id))
@@ -200,10 +206,19 @@ def evaluate_model(console: Console, home: Home, *, model: str, since: str | Non
     shown = {key: numbers(value) for key, value in found.items() if value.rows}
     result: dict[str, dict[str, Any]] = {}
     for (surface, objective), figures in shown.items():
-        result.setdefault(surface, {})[objective] = figures
+        result.setdefault(surface, {})[objective] = figures | _undefined(found[surface, objective])
     columns = ["ne", "auc", "gauc", "calibration", "rows"]
     lines = [[f"{s} · {o}", *(figures[c] for c in columns)] for (s, o), figures in shown.items()]
     console.result({"model": model, "evaluation": result}, table(model, ["surface · objective", *columns], lines))
+
+
+def _undefined(measured: Any) -> dict[str, dict[str, str]]:
+    """Why metrics of a slice are null, by name."""
+    from model.training.metrics import Undefined
+
+    values = {"ne": measured.ne, "auc": measured.auc, "gauc": measured.gauc.value, "calibration": measured.calibration}
+    reasons = {name: str(value) for name, value in values.items() if isinstance(value, Undefined)}
+    return {"undefined": reasons} if reasons else {}
 
 
 def up(console: Console, home: Home, *, base_port: int) -> None:
@@ -213,23 +228,28 @@ def up(console: Console, home: Home, *, base_port: int) -> None:
     from services.cli.routes import published_verticals, write_routes
     from services.sequence.materialize import materialize
 
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
+    ports = Ports(base=base_port)
     replay, (_, last) = _replay(console, home)
     verticals = published_verticals(home, replay.spec)
     if not home.routes_path.exists():
         write_routes(home, replay.spec, verticals)
     with open_store(home.store_url, timeout_seconds=_STORE_SECONDS) as store, console.progress("online rows") as advance:
         materialize(replay, store, until_ms=last, progress=advance)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a supervisor's stop is a person's Ctrl-C
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
-    ports = Ports(base=base_port)
     models = [f"{name}={folder}" for name, folder in verticals.items()]
-    with platform(home, ports, models, foundation=home.models_root / _FOUNDATION) as running:
+    with platform(home, ports, models, foundation=_model(home, _FOUNDATION)) as running:
         console.say(f"router at {ports.router}; try: gemctl rank --surface {replay.spec.surfaces[0]} --user 1 --ads 1,2,3")
         console.say("Ctrl-C stops everything")
         try:
             running.watch()
-        except KeyboardInterrupt:
+        finally:
             console.say("stopping …")
+
+
+def _stop(*_: object) -> None:
+    """A supervisor's SIGTERM ends a platform as it should: with 0."""
+    raise SystemExit(0)
 
 
 def rank(console: Console, *, surface: str, user: str, ads: str, at: str | None, router: str) -> None:
@@ -241,11 +261,16 @@ def rank(console: Console, *, surface: str, user: str, ads: str, at: str | None,
     from services.runtime.client import call
 
     candidates = [messages.Candidate(ad_id=ad.strip(), bid=1.0) for ad in ads.split(",") if ad.strip()]
+    if not candidates:
+        raise InvalidInput(f"--ads {ads!r} names no ad; write ids separated by commas, such as 1,2,3")
     request = messages.RankRequest(
         surface=surface, user_id=user, candidates=candidates, request_ms=moment(at) if at else _now_ms()
     )
     with grpc.insecure_channel(router) as channel:
-        answer = call(router_service_pb2_grpc.RankingServiceStub(channel).Rank, request, timeout=5.0)
+        try:
+            answer = call(router_service_pb2_grpc.RankingServiceStub(channel).Rank, request, timeout=5.0)
+        except NotReady as error:
+            raise NotReady(f"no router answers at {router} ({error}); run `gemctl up`, or give its --router") from error
     from services.demo.serving import LEVELS
 
     ranked = [
@@ -281,12 +306,13 @@ def trace(console: Console, home: Home, trace_id: str) -> None:
 
 def solaris_status(console: Console, home: Home) -> None:
     """How far pair embeddings reach."""
+    foundation = _model(home, _FOUNDATION)
     from feature_store.online import open_store
     from feature_store.streams import open_stream
     from model.training.artefact import read_manifest, resolve
     from services.solaris.status import read_status
 
-    space = read_manifest(resolve(home.models_root / _FOUNDATION)).solaris_space_id
+    space = read_manifest(resolve(foundation)).solaris_space_id
     with open_store(home.store_url) as store, open_stream(home.store_url, "speculation") as stream:
         status = read_status(store, stream, space_id=space)
     values: Mapping[str, Any] = asdict(status)
@@ -314,6 +340,14 @@ def moment(text: str) -> int:
         raise InvalidInput(f"{text!r} is no time; write 2026-01-10, 2026-01-10T12:00+08:00, or milliseconds") from error
     zoned = when if when.tzinfo else when.replace(tzinfo=UTC)
     return round(zoned.timestamp() * 1000)
+
+
+def _model(home: Home, name: str) -> Path:
+    folder = home.models_root / name
+    if not folder.is_dir():
+        known = sorted(path.name for path in home.models_root.glob("*")) if home.models_root.is_dir() else []
+        raise NotFound(f"{home.models_root} holds no model {name!r}, only {known}; run `gemctl train` with --home {home.root} first")
+    return folder
 
 
 def _replay(console: Console, home: Home) -> Any:

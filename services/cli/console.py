@@ -6,6 +6,7 @@ Knows the terminal. Does not know what is being done.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,14 +29,11 @@ Advance = Callable[[int, int], None]
 
 
 class Console:
-    """Where a command speaks: text on stderr, its result on stdout.
-
-    With `as_json` the result is one JSON object and the text stays away.
-    """
+    """Where a command speaks: news on stderr, its result on stdout; with `as_json` the result is one JSON object."""
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
-        self._err = RichConsole(stderr=True, quiet=as_json, highlight=False)
+        self._err = RichConsole(stderr=True, highlight=False)
         self._out = RichConsole(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
     def say(self, text: str) -> None:
@@ -60,10 +58,28 @@ class Console:
     def result(self, value: Mapping[str, Any], *tables: Table) -> None:
         """The command's result: tables for people, `value` for machines."""
         if self.as_json:
-            sys.stdout.write(json.dumps(value, sort_keys=True) + "\n")
+            sys.stdout.write(as_json_line(value))
             return
         for table in tables:
             self._out.print(table)
+
+
+def as_json_line(value: Mapping[str, Any]) -> str:
+    """A line of JSON as the standard has it: a number that is not finite is null, and `<its name>_is` says which it was."""
+    return json.dumps(_finite(value), sort_keys=True, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        odd = {f"{key}_is": str(each) for key, each in value.items() if _is_odd(each)}
+        return {**{str(key): _finite(each) for key, each in value.items()}, **odd}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if _is_odd(value) else value
+
+
+def _is_odd(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from feature_store.errors import NotFound
-from feature_store.spec import Spec, load_spec
-from feature_store.tables import Tables
+
+if TYPE_CHECKING:  # Arrow and Delta Lake take half a second to import: help and traces do without them
+    from feature_store.spec import Spec
+    from feature_store.tables import Tables
 
 DATASETS = Path(__file__).resolve().parents[2] / "feature_store" / "datasets"
 
@@ -53,7 +56,14 @@ class Home:
         return self.root / "traces"
 
     def adopt(self, spec_path: Path) -> None:
-        """Makes the folder and copies the spec into it."""
+        """Makes the folder and copies the spec into it.
+
+        Raises:
+            InvalidInput: it is not a spec; the home keeps the one it has.
+        """
+        from feature_store.spec import load_spec
+
+        load_spec(spec_path)
         self.root.mkdir(parents=True, exist_ok=True)
         if spec_path.resolve() != self.spec_path.resolve():
             shutil.copyfile(spec_path, self.spec_path)
@@ -68,8 +78,12 @@ class Home:
             raise NotFound(
                 f"{self.spec_path} does not exist; run `gemctl import` or `gemctl world` with --home {self.root} first"
             )
+        from feature_store.spec import load_spec
+
         return load_spec(self.spec_path)
 
     def tables(self) -> Tables:
         """The log tables of this home."""
+        from feature_store.tables import Tables
+
         return Tables(self.tables_root)

@@ -18,9 +18,11 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from feature_store.errors import NotReady
+from feature_store.errors import InvalidInput, NotReady
 from services.cli.home import Home
 
+_SPAN = 20
+_LAST_BASE = 65_536 - _SPAN
 READY_SECONDS = 90.0
 STOP_SECONDS = 15.0
 
@@ -30,6 +32,10 @@ class Ports:
     """Where the services of one platform listen, from one base port."""
 
     base: int = 7100
+
+    def __post_init__(self) -> None:
+        if not 1024 <= self.base <= _LAST_BASE:
+            raise InvalidInput(f"base port {self.base} must lie between 1024 and {_LAST_BASE}: {_SPAN} ports follow from it")
 
     @property
     def router(self) -> str:
@@ -186,7 +192,7 @@ def is_ready(address: str) -> bool:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def free_base_port(span: int = 20) -> int:
+def free_base_port(span: int = _SPAN) -> int:
     """A base from which `span` ports are free on loopback right now."""
     for base in range(7100, 60000, 100):
         if all(_is_free(base + offset) for offset in range(span)):

@@ -64,8 +64,8 @@ def find_trace(folder: Path, trace_id: str) -> list[Span]:
     spans = [span for span in read_spans(folder) if span.trace_id.startswith(trace_id.lower())]
     ids = sorted({span.trace_id for span in spans})
     if len(ids) != 1:
-        found = "no trace" if not ids else f"{len(ids)} traces, such as {ids[:3]},"
-        raise NotFound(f"{found} begin with {trace_id!r} in {folder}; copy the id that `gemctl rank` prints")
+        found = "no trace begins" if not ids else f"{len(ids)} traces, such as {ids[:3]}, begin"
+        raise NotFound(f"{found} with {trace_id!r} in {folder}; copy the id that `gemctl rank` prints")
     return spans
 
 

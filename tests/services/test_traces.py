@@ -63,7 +63,7 @@ def test_the_drawing_has_a_line_a_span_and_shows_where_time_went(folder: Path) -
 
 def test_the_beginning_of_an_id_is_enough_if_it_is_the_only_one(folder: Path) -> None:
     assert len(find_trace(folder, "abab")) == 3
-    with pytest.raises(NotFound, match="no trace begin with 'ff'"):
+    with pytest.raises(NotFound, match="no trace begins with 'ff'"):
         find_trace(folder, "ff")
 
 

@@ -1,0 +1,280 @@
+"""gemctl as its users meet it: a program with help, one JSON object, exit codes and messages that show the way out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from feature_store.errors import InvalidInput
+from services.cli.commands import moment
+from services.cli.console import as_json_line
+from services.cli.processes import Ports
+
+COMMANDS = [
+    ["demo"],
+    ["world"],
+    ["import"],
+    ["train"],
+    ["train", "foundation"],
+    ["train", "vertical"],
+    ["annotate"],
+    ["evaluate"],
+    ["up"],
+    ["rank"],
+    ["trace"],
+    ["solaris"],
+    ["solaris", "status"],
+]
+WORLD = ["world", "--users", "12", "--ads", "20", "--days", "3", "--json"]
+NOWHERE = "127.0.0.1:1"
+"""Nothing listens there."""
+
+
+def _arguments(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "services.cli", *arguments]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+
+
+def gemctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(_arguments(*arguments), env=_environment(), capture_output=True, text=True, check=False, timeout=60)
+
+
+def only_object(stdout: str) -> dict[str, Any]:
+    """The one JSON object that stdout is; the words that JSON lacks are refused."""
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is not JSON")
+
+    found: dict[str, Any] = json.loads(stdout, parse_constant=refuse)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small world."""
+    folder = tmp_path_factory.mktemp("home")
+    done = gemctl(*WORLD, "--home", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert only_object(done.stdout)["rows"]["users"] == 12
+    return folder
+
+
+@pytest.fixture(scope="module")
+def helps() -> list[str]:
+    """What `--help` says, of the program and of every command, printed by one process."""
+    program = (
+        "import json, sys\nfrom services.cli.app import run\n"
+        "for command in json.loads(sys.argv[1]):\n    assert run([*command, '--help']) == 0\n    print('\\f', end='')\n"
+    )
+    arguments = [sys.executable, "-c", program, json.dumps([[], *COMMANDS])]
+    done = subprocess.run(arguments, env=_environment(), capture_output=True, text=True, check=True)
+    return done.stdout.split("\f")[:-1]
+
+
+def test_help_teaches_by_an_example_that_is_of_the_same_command(helps: list[str]) -> None:
+    for command, text in zip([[], *COMMANDS], helps, strict=True):
+        examples = [line.strip() for line in text.splitlines() if line.strip().startswith("Example: ")]
+        assert len(examples) == 1, text
+        assert examples[0].startswith(" ".join(["Example: gemctl", *command]))
+
+
+def test_every_command_is_among_those_whose_help_is_tested() -> None:
+    done = gemctl("--help")
+    assert done.returncode == 0
+    listed = [line.split() for line in done.stdout.partition("Commands:")[2].splitlines()]
+    assert {words[0] for words in listed if words and words[0] != "Example:"} == {command[0] for command in COMMANDS}
+
+
+def test_help_is_quick_for_it_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom services.cli.app import run\nassert run(['train', 'vertical', '--help']) == 0\n"
+        "print(sorted({'torch', 'pyarrow', 'deltalake', 'pandas', 'grpc'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+REFUSED: list[tuple[list[str], str, str]] = [
+    (["demo", "--size", "huge"], "INVALID_INPUT", "'huge' is not known; use one of"),
+    (["world", "--users", "0"], "INVALID_INPUT", "users is 0"),
+    (["world", "--seed", "-1"], "INVALID_INPUT", "seed is -1"),
+    (["import", "nowhere"], "NOT_FOUND", "nowhere is not a folder"),
+    (["import", ".", "--spec", "nowhere.yaml"], "INVALID_INPUT", "nowhere.yaml cannot be read"),
+    (["import", "."], "INVALID_INPUT", "give --spec"),
+    (["train", "foundation"], "NOT_FOUND", "run `gemctl import` or `gemctl world`"),
+    (["train", "vertical", "--surface", "feed", "--arm", "A9"], "INVALID_INPUT", "'A9' is not known; use one of"),
+    (["annotate", "--since", "now"], "NOT_FOUND", "run `gemctl import` or `gemctl world`"),
+    (["evaluate"], "NOT_FOUND", "run `gemctl import` or `gemctl world`"),
+    (["rank", "--surface", "feed", "--user", "1", "--ads", ","], "INVALID_INPUT", "names no ad"),
+    (["rank", "--surface", "feed", "--user", "1", "--ads", "1", "--at", "noon"], "INVALID_INPUT", "'noon' is no time; write"),
+    (["rank", "--surface", "feed", "--user", "1", "--ads", "1", "--router", NOWHERE], "NOT_READY", "run `gemctl up`"),
+    (["trace", "ff"], "NOT_FOUND", "copy the id that `gemctl rank` prints"),
+    (["solaris", "status"], "NOT_FOUND", "run `gemctl train`"),
+]
+
+
+@pytest.mark.parametrize(("command", "reason", "message"), REFUSED, ids=lambda part: part if isinstance(part, str) else " ".join(part))
+def test_what_is_refused_ends_with_1_and_one_object_that_says_why_and_the_way_out(
+    command: list[str], reason: str, message: str, tmp_path: Path
+) -> None:
+    home = [] if command[0] == "rank" else ["--home", str(tmp_path / "home")]
+    done = gemctl(*command, *home, "--json")
+    assert done.returncode == 1, done.stderr
+    error = only_object(done.stdout)["error"]
+    assert (set(error), error["reason"]) == ({"code", "reason", "message"}, reason)
+    assert message in error["message"]
+    assert f"gemctl: {error['message']}\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_json_a_refusal_leaves_stdout_empty() -> None:
+    done = gemctl("world", "--users", "0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "gemctl: users is 0; it must be a whole number of at least 1\n"
+
+
+def test_a_path_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = gemctl(*WORLD, "--home", str(tmp_path / "file" / "home"))
+    assert done.returncode == 1
+    assert str(tmp_path / "file") in only_object(done.stdout)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "command", [["world", "--users", "many"], ["world", "--colour", "red"], ["rank"], ["no-such-command"], ["train", "nothing"]]
+)
+def test_wrong_usage_ends_with_2(command: list[str]) -> None:
+    done = gemctl(*command, "--json")
+    assert done.returncode == 2
+    error = only_object(done.stdout)["error"]
+    assert (error["code"], error["reason"]) == ("INVALID_ARGUMENT", "USAGE")
+    assert "--help" in error["message"]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_log_in_one_home_is_refused_and_the_first_keeps_its_spec(home: Path, tmp_path: Path) -> None:
+    before = (home / "spec.yaml").read_bytes()
+    other = tmp_path / "other.yaml"
+    other.write_bytes(before.replace(b"name: world", b"name: other"))
+    for command in (WORLD, ["import", str(tmp_path), "--spec", str(other), "--json"]):
+        done = gemctl(*command, "--home", str(home))
+        assert done.returncode == 1
+        assert "already holds a log; give another --home" in only_object(done.stdout)["error"]["message"]
+    assert (home / "spec.yaml").read_bytes() == before
+
+
+def test_a_spec_with_a_mistake_is_not_adopted(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("name: mine\nsurface: [feed]\n")
+    done = gemctl("import", str(tmp_path), "--spec", str(tmp_path / "bad.yaml"), "--home", str(tmp_path / "home"))
+    assert done.returncode == 1
+    assert "line 2: surface: unknown key; did you mean 'surfaces'?" in done.stderr
+    assert not (tmp_path / "home" / "spec.yaml").exists()
+
+
+def test_a_model_that_is_not_there_is_named_with_those_that_are(home: Path) -> None:
+    done = gemctl("evaluate", "--model", "feed-a7", "--home", str(home), "--json")
+    message = only_object(done.stdout)["error"]["message"]
+    assert done.returncode == 1
+    assert "holds no model 'feed-a7', only []; run `gemctl train`" in message
+
+
+def test_the_log_without_a_label_is_measured_with_nulls_and_their_reasons(home: Path) -> None:
+    trained = gemctl("train", "foundation", "--until", "2026-01-02", "--home", str(home), "--json")
+    assert trained.returncode == 0, trained.stderr
+    assert only_object(trained.stdout)["steps"] > 0
+    done = gemctl("evaluate", "--home", str(home), "--json")
+    assert done.returncode == 0, done.stderr
+    slices = only_object(done.stdout)["evaluation"]
+    figures = [figure for surface in slices.values() for figure in surface.values()]
+    nulls = {name for figure in figures for name in figure if figure[name] is None}
+    assert nulls, "twelve users do not buy on every surface"
+    for figure in figures:
+        assert {name for name in figure if figure[name] is None} == set(figure.get("undefined", {}))
+
+
+def test_ctrl_c_ends_a_long_command_with_130_and_leaves_no_half_of_a_log(tmp_path: Path) -> None:
+    arguments = ["world", "--users", "200000", "--ads", "2000", "--home", str(tmp_path), "--json"]
+    running = subprocess.Popen(
+        _arguments(*arguments), env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "tables").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        stdout, stderr = running.communicate(timeout=20)
+    finally:
+        running.kill()
+    assert running.returncode == 130, stderr
+    assert only_object(stdout)["error"]["reason"] == "INTERRUPTED"
+    assert "Traceback" not in stderr
+    assert gemctl(*WORLD, "--home", str(tmp_path)).returncode == 0
+
+
+def test_ctrl_c_ends_a_program_that_is_still_starting_with_130() -> None:
+    program = "import os, signal, sys\nfrom services.cli import __main__ as gemctl\n" + (
+        "class Interrupt:\n    def find_spec(self, name, *rest):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\nsys.argv = ['gemctl', '--help']\ngemctl.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_json_holds_no_number_that_is_none() -> None:
+    line = as_json_line({"loss": math.nan, "best": -math.inf, "steps": 3, "series": [1.0, math.inf], "deep": ({"ne": math.nan},)})
+    assert only_object(line) == {
+        "loss": None,
+        "loss_is": "nan",
+        "best": None,
+        "best_is": "-inf",
+        "steps": 3,
+        "series": [1.0, None],
+        "deep": [{"ne": None, "ne_is": "nan"}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2026-01-10", 1_768_003_200_000),
+        ("2026-01-10T12:00", 1_768_046_400_000),
+        ("2026-01-10T12:00+08:00", 1_768_017_600_000),
+        ("1768003200000", 1_768_003_200_000),
+    ],
+)
+def test_a_moment_is_a_day_a_time_or_milliseconds(text: str, expected: int) -> None:
+    assert moment(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "soon", "2026-13-01", "12"])
+def test_a_moment_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="is no time; write 2026-01-10"):
+        moment(text)
+
+
+@pytest.mark.parametrize("base", [0, 1023, 65_517, 99_999, -1])
+def test_ports_that_do_not_exist_are_refused(base: int) -> None:
+    with pytest.raises(InvalidInput, match=f"base port {base} must lie between 1024 and 65516"):
+        Ports(base=base)
+
+
+@pytest.fixture(autouse=True)
+def _no_files_left_here() -> Iterator[None]:
+    before = set(Path.cwd().iterdir())
+    yield
+    assert set(Path.cwd().iterdir()) <= before | {Path.cwd() / ".pytest_cache"}
