@@ -18,10 +18,12 @@ class DemoConfig:
     preset: str = "model.gem.presets:tiny"
     requests: int = 3000
     """Rank requests replayed on the last day."""
-    annotated_days: int = 4
+    annotated_days: int = 8
     """Days before the last that the foundation model annotates for the vertical models."""
     batch_candidates: int = 256
     """Candidates of a training step, about: few, because a demo's log is small and steps are what it lacks."""
+    vertical_epochs: int = 2
+    """Passes of the vertical models over the annotated days; embedding tables learn in the first."""
     lifetime_factor: float = 8.0
     """Pair embeddings live this much longer than by default: the world's users return once a day, not every few hours."""
     train_share: float = 1.0
@@ -29,8 +31,10 @@ class DemoConfig:
 
 
 SIZES = {
-    "small": DemoConfig(world=WorldConfig(users=120, ads=150, days=7, requests_per_user=8), requests=120),
-    "default": DemoConfig(world=WorldConfig(users=1200, ads=500, days=12, requests_per_user=10), requests=2500),
+    "small": DemoConfig(
+        world=WorldConfig(users=120, ads=150, days=7, requests_per_user=8, dim=4), requests=120, annotated_days=4
+    ),
+    "default": DemoConfig(world=WorldConfig(users=1200, ads=500, days=12, requests_per_user=10, dim=4), requests=2500),
     "large": DemoConfig(
         world=WorldConfig(users=8000, ads=2000, days=16, requests_per_user=14),
         preset="model.gem.presets:public_s",

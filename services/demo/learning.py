@@ -5,10 +5,13 @@ Knows the order of training stages. Does not know processes or reports.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +20,12 @@ from prometheus_client import CollectorRegistry
 from feature_store.online import OnlineStore
 from feature_store.replay import Replay
 from feature_store.transfer import Annotations
+from feature_store.world import DAY_MS
 from model.gem.flops import forward_flops
 from model.solaris.pair import pair_space_id
-from model.training.evaluate import Evaluation, Predictions, evaluate, predict
+from model.training.evaluate import Evaluation, Predictions, concatenate, evaluate, predict
 from model.training.fitting import FitConfig, Progress
+from model.training.optimizers import OptimizerConfig
 from model.training.published import Version, publish_foundation, publish_vertical
 from model.training.rows import ReplayRows
 from model.training.teacher import Teacher
@@ -30,6 +35,7 @@ from model.training.vertical import TrainedVertical, VerticalRun, train_vertical
 from model.vertical.presets import ARMS, arm
 from services.cli.console import Advance, Console
 from services.demo.config import Days, DemoConfig
+from services.demo.forks import forked
 from services.loopfm.memory import MemoryWriter
 from services.loopfm.metrics import LoopFmMetrics
 from services.loopfm.records import Pinned
@@ -38,6 +44,8 @@ from services.solaris.lifetimes import Lifetimes
 from services.solaris.replay import replayed_pairs
 
 FAMILY = "foundation"
+_STEADY_SHARE = 0.5
+"""Of the full rates, from the end of the first stretch on: most of what the model learns, it learns day after day."""
 
 
 @dataclass(slots=True)
@@ -68,6 +76,7 @@ def learn_foundation(
         train_from_ms=days.first_ms,
         train_to_ms=days.annotate_ms,
         fit=FitConfig(batch_requests=batch_requests(config, replay)),
+        optimizer=OptimizerConfig(final_share=_STEADY_SHARE),
     )
     torch.set_num_threads(1)  # batches are read on the other core meanwhile; two threads fighting over it are slower
     metrics, ceiling = LoopFmMetrics(CollectorRegistry()), measure_ceiling()
@@ -100,18 +109,25 @@ def learn_verticals(config: DemoConfig, replay: Replay, days: Days, models: Path
         replay.with_pairs(replayed_pairs(replay, space_id, from_ms=days.annotate_ms, lifetimes=lifetimes))
         advance(1, 1)
     jobs = [(surface, name) for surface in replay.spec.surfaces for name in ARMS]
-    parts: dict[str, list[Predictions]] = {name: [] for name in ARMS}
+    made: dict[tuple[str, str], TaughtVertical] = {}
+    results = forked(
+        partial(_vertical, config, replay, days, models, learned.space_id), jobs, processes=os.cpu_count() or 1
+    )
     with console.progress("vertical models") as advance:
-        for done, (surface, name) in enumerate(jobs):
-            trained = _vertical(config, replay, days, surface, name)
-            if trained is not None:
-                learned.verticals[f"{surface}-{name.lower()}"] = _publish(trained, replay, models, surface, name, learned)
-                if trained.predictions is not None:
-                    parts[name].append(trained.predictions)
+        for done, (job, result) in enumerate(results):
+            if result is not None:
+                made[job] = result
             advance(done + 1, len(jobs))
-    for name, own in parts.items():
-        if own:
-            learned.predictions[name] = _joined(own)
+    _adopt_verticals(learned, replay, made)
+
+
+def _adopt_verticals(learned: Learned, replay: Replay, made: Mapping[tuple[str, str], TaughtVertical]) -> None:
+    for (surface, name), result in made.items():
+        learned.verticals[f"{surface}-{name.lower()}"] = result.folder
+    for name in ARMS:
+        parts = [made[surface, name].predictions for surface in replay.spec.surfaces if (surface, name) in made]
+        if own := [part for part in parts if part is not None]:
+            learned.predictions[name] = concatenate(own)
             learned.evaluations[name] = evaluate(learned.predictions[name], replay.spec.surfaces, replay.spec.objectives)
 
 
@@ -180,36 +196,42 @@ def _score_and_publish(snapshot: Snapshot, replay: Replay, days: Days, models: P
     )  # fmt: skip
 
 
-def _vertical(config: DemoConfig, replay: Replay, days: Days, surface: str, name: str) -> TrainedVertical | None:
-    rows = ReplayRows(replay, days.annotate_ms, days.test_ms, surface=surface)
-    if not len(rows):
+class TaughtVertical(NamedTuple):
+    """A published vertical model."""
+
+    folder: Path
+    predictions: Predictions | None
+    """Of the last day; None if its surface has no request then."""
+
+
+def _vertical(
+    config: DemoConfig, replay: Replay, days: Days, models: Path, space_id: bytes, job: tuple[str, str]
+) -> TaughtVertical | None:
+    """Trains and publishes one arm of a surface; None if the surface has no request to learn from."""
+    surface, name = job
+    if not len(ReplayRows(replay, days.annotate_ms, days.test_ms, surface=surface)):
         return None
-    epochs = 2
     run = VerticalRun(
         model=arm(name, surface),
         train_from_ms=days.annotate_ms,
         train_to_ms=days.test_ms,
         test_to_ms=days.end_ms,
-        fit=FitConfig(batch_requests=batch_requests(config, replay), epochs=epochs),
+        fit=FitConfig(batch_requests=batch_requests(config, replay), epochs=config.vertical_epochs),
     )
-    return train_vertical(run, replay)
+    trained = train_vertical(run, replay)
+    return TaughtVertical(_publish(trained, replay, models, surface, name, space_id), trained.predictions)
 
 
-def _publish(trained: TrainedVertical, replay: Replay, models: Path, surface: str, name: str, learned: Learned) -> Path:
+def _publish(trained: TrainedVertical, replay: Replay, models: Path, surface: str, name: str, space_id: bytes) -> Path:
     config = trained.tower.config
-    days = trained.watermark_ms
-    rows = ReplayRows(replay, days - 86_400_000, days, surface=surface)
+    rows = ReplayRows(replay, trained.watermark_ms - DAY_MS, trained.watermark_ms, surface=surface)
     golden, _ = rows.batch(np.arange(min(8, len(rows))))
     return publish_vertical(
         models, Version(f"{surface}-{name.lower()}", _stamp(), _now_ms()), trained.tower, replay.spec, golden,
         watermark_ms=trained.watermark_ms, metrics={},
-        loopfm_space_id=learned.space_id if config.loopfm else b"",
-        solaris_space_id=pair_space_id(learned.space_id) if config.solaris else b"",
+        loopfm_space_id=space_id if config.loopfm else b"",
+        solaris_space_id=pair_space_id(space_id) if config.solaris else b"",
     )  # fmt: skip
-
-
-def _joined(parts: list[Predictions]) -> Predictions:
-    return Predictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _now_ms() -> int:
