@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from feature_store.errors import InvalidInput, NotFound
 from feature_store.importing.files import batches, text_of
 from feature_store.importing.rows import MALFORMED, OUTCOME_PREFIX, Importer, ImportReport, Progress
+from feature_store.importing.whole import import_whole
 from feature_store.spec import Spec
 from feature_store.tables import Tables
 
@@ -59,17 +60,21 @@ def import_kuairand(
 
     Raises:
         NotFound: the log or the video features are not there.
-        TooManyRejects: more than the allowed share of rows was refused.
+        TooManyRejects: more than the allowed share of rows was refused; nothing is published.
     """
-    importer = Importer(tables, spec, max_reject_share=max_reject_share, outcome_delay_ms=outcome_delay_ms)
-    malformed: list[str] = []
-    log = _log(source, malformed)
-    importer.take("catalogue", "video_features", _catalogue(source))
-    importer.take("users", "user_features", _users(source))
-    importer.take("events", "prehistory", _prehistory(source))
-    rows = chain(_impressions(log), ({MALFORMED: line} for line in malformed))
-    importer.take("impressions", "log", rows, total=log.num_rows + len(malformed), progress=progress)
-    return importer.report
+
+    def fill(importer: Importer) -> None:
+        malformed: list[str] = []
+        log = _log(source, malformed)
+        importer.take("catalogue", "video_features", _catalogue(source))
+        importer.take("users", "user_features", _users(source))
+        importer.take("events", "prehistory", _prehistory(source))
+        rows = chain(_impressions(log), ({MALFORMED: line} for line in malformed))
+        importer.take("impressions", "log", rows, total=log.num_rows + len(malformed), progress=progress)
+
+    return import_whole(
+        source, tables, spec, fill, max_reject_share=max_reject_share, outcome_delay_ms=outcome_delay_ms
+    )
 
 
 def _paths(source: Path, pattern: str, *, required: bool = False) -> list[Path]:

@@ -16,6 +16,7 @@ from gem.schema.v1 import dataset_spec_pb2 as pb
 from feature_store.errors import InvalidInput, NotFound
 from feature_store.importing.files import batches, text_of
 from feature_store.importing.rows import MALFORMED, Importer, ImportReport, Progress
+from feature_store.importing.whole import import_whole
 from feature_store.spec import Spec
 from feature_store.tables import Tables
 
@@ -33,18 +34,20 @@ def import_mapped(
     Raises:
         NotFound: a mapped file is not there.
         InvalidInput: the spec maps no table, or a mapped column is not in its file.
-        TooManyRejects: more than the allowed share of rows was refused.
+        TooManyRejects: more than the allowed share of rows was refused; nothing is published.
     """
     maps = spec.message.tables
     unknown = sorted(set(maps) - set(ORDER))
     if not maps or unknown:
         raise InvalidInput(f"tables: the spec maps {sorted(maps) or 'none'}; map at least one of {list(ORDER)}, no others")
-    importer = Importer(tables, spec, max_reject_share=max_reject_share)
-    for name in ORDER:
-        if name in maps:
-            for path in _files(source, maps[name].path):
-                importer.take(name, path.name, _rows(path, maps[name]), progress=progress)
-    return importer.report
+
+    def fill(importer: Importer) -> None:
+        for name in ORDER:
+            if name in maps:
+                for path in _files(source, maps[name].path):
+                    importer.take(name, path.name, _rows(path, maps[name]), progress=progress)
+
+    return import_whole(source, tables, spec, fill, max_reject_share=max_reject_share)
 
 
 def _files(source: Path, pattern: str) -> list[Path]:

@@ -58,18 +58,34 @@ class ImportReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For machines."""
-        return {"rows": dict(self.rows), "rejects": dict(self.rejects), "reject_share": self.reject_share}
+        return {"rows": dict(self.rows), "rejects": dict(self.rejects), "seen": self.seen, "reject_share": self.reject_share}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ImportReport:
+        """The report whose `as_dict` this is."""
+        return cls(Counter(values["rows"]), Counter(values["rejects"]), values["seen"])
 
 
 class Importer:
     """Writes checked rows to the tables of one spec.
 
     Ids of rows seen, those of earlier imports included, are kept (about 100 bytes a row): a repeated row is refused, and
-    an outcome finds the impression it belongs to in whichever import that came.
+    an outcome finds the impression it belongs to in whichever import that came. Rows go into the tables `into`, if those
+    are others.
     """
 
-    def __init__(self, tables: Tables, spec: Spec, *, max_reject_share: float = 0.01, outcome_delay_ms: int = 0) -> None:
-        self._tables, self._spec = tables, spec
+    def __init__(
+        self,
+        tables: Tables,
+        spec: Spec,
+        *,
+        max_reject_share: float = 0.01,
+        outcome_delay_ms: int = 0,
+        into: Tables | None = None,
+    ) -> None:
+        if not 0 <= max_reject_share <= 1:
+            raise InvalidInput(f"max_reject_share is {max_reject_share}; it must lie between 0 and 1")
+        self._tables, self._spec = into or tables, spec
         self._max_reject_share, self._outcome_delay_ms = max_reject_share, outcome_delay_ms
         self._owned = {owner: spec.features(owner) for owner in (pb.OWNER_USER, pb.OWNER_AD, pb.OWNER_REQUEST)}
         self._seen = _stored(tables)
@@ -79,7 +95,7 @@ class Importer:
         """Checks and writes rows of one source, in batches.
 
         Raises:
-            TooManyRejects: more than the allowed share was refused; what was good and the rejects are written.
+            TooManyRejects: more than the allowed share was refused; what was good and the rejects are in the tables.
         """
         check = {
             "impressions": self._impression,
@@ -121,7 +137,7 @@ class Importer:
             top = ", ".join(f"{reason} {count}" for reason, count in self.report.rejects.most_common(3))
             raise TooManyRejects(
                 f"{source}: {refused / seen:.1%} of {seen} rows were refused, more than the allowed "
-                f"{self._max_reject_share:.1%} (most: {top}); see the rejects table, fix the source or raise the share"
+                f"{self._max_reject_share:.1%} (most: {top}); see {self._tables.path('rejects')}, fix the source or raise the share"
             )
 
     def _impression(self, table: str, row: Row) -> dict[str, list[dict[str, Any]]]:
@@ -158,7 +174,7 @@ class Importer:
             if value is None:
                 continue
             number = _number(value, "bad_outcome")
-            if number:
+            if number and name + objective.encode() not in self._seen:  # there if its impression's transaction was cut off
                 when = event_ms
                 yield _outcome_row(name, objective, when, when + self._outcome_delay_ms, number)
 

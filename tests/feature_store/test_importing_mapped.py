@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -202,13 +203,23 @@ def test_no_row_whatever_stops_an_import_and_none_is_lost(
     assert report.rows[table] + sum(report.rejects.values()) == report.seen == len(rows)
 
 
-def test_too_many_rejects_stop_the_import_after_all_is_written(tmp_path: Path) -> None:
+def test_too_many_rejects_refuse_the_whole_import_and_lie_where_the_message_says(tmp_path: Path) -> None:
     text = CSV + "7,a,feed,1000,0,5,1\n" * 2 + "x,a,feed,1000,0,5,1\n" + "".join(f"7,a,feed,{n},0,5,0\n" for n in range(47))
-    with pytest.raises(TooManyRejects, match=r"log.csv: 4.0% of 50 rows .* more than the allowed 3.0% .*bad_user_id 1"):
+    words = r"log.csv: 4.0% of 50 rows .* more than the allowed 3.0% .*bad_user_id 1.*see (\S+)/rejects, fix the source"
+    with pytest.raises(TooManyRejects, match=words) as refused:
         _import(tmp_path, text, share=0.03)
-    tables = Tables(tmp_path / "tables")
+    (folder,) = re.findall(r"see (\S+)/rejects", str(refused.value))
+    assert Tables(Path(folder)).read("rejects").num_rows == 2
+    assert not any(Tables(tmp_path / "tables").exists(name) for name in ("impressions", "outcomes", "rejects"))
+    report, tables = _import(tmp_path, text, share=0.04)
+    assert (report.rows, tables.read("impressions").num_rows) == ({"impressions": 48, "outcomes": 1}, 48)
     assert tables.read("rejects").num_rows == 2
-    assert tables.read("impressions").num_rows == 48
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_that_is_none_is_refused(share: float, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=f"max_reject_share is {share}; it must lie between 0 and 1"):
+        _import(tmp_path, CSV, share=share)
 
 
 def test_a_share_that_is_just_reached_is_allowed(tmp_path: Path) -> None:
