@@ -12,7 +12,6 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from feature_store.batch import FeatureBatch, Targets
 from feature_store.importing.kuairand import import_kuairand
 from feature_store.replay import Replay
 from feature_store.spec import load_spec
+from feature_store.splits import Splits, day_ms
 from feature_store.tables import Tables
 from model.baselines.din import DeepInterestNetwork, DinConfig
 from model.gem.batch import Batch
@@ -41,7 +41,7 @@ from model.training.rows import ReplayRows, spread
 from model.training.trainer import RunConfig, train
 
 ROOT = Path(__file__).resolve().parents[1]
-SHANGHAI = timezone(timedelta(hours=8))
+ZONE = "Asia/Shanghai"
 OBJECTIVES = ("click", "long_view", "like")
 BAR = {"click": 0.8465, "long_view": 0.8518}
 """NE of LightGBM with counters measured on these rows outside of this project."""
@@ -96,15 +96,12 @@ def _split(options: argparse.Namespace, folder: Path) -> Split:
         import_kuairand(options.source, tables, spec)
     replay = Replay(spec, tables)
     first = int(replay.impressions.event_ms.min())
-    ends = [_end_of(day) for day in (options.train_end, options.valid_end, options.test_end)]
-    if options.quick:
-        first = ends[0] - 86_400_000 // 2
-    return Split(replay, (first, *ends))  # type: ignore[arg-type]  # three ends make four bounds
-
-
-def _end_of(day: str) -> int:
-    when = datetime.fromisoformat(day).replace(tzinfo=SHANGHAI) + timedelta(days=1)
-    return round(when.timestamp() * 1000)
+    train_to, valid_to, test_to = (
+        day_ms(day, zone=ZONE, later=1) for day in (options.train_end, options.valid_end, options.test_end)
+    )
+    first = train_to - 86_400_000 // 2 if options.quick else first
+    cut = Splits(train_from_ms=first, train_to_ms=train_to, valid_to_ms=valid_to, test_to_ms=test_to)
+    return Split(replay, (*cut.train, *cut.test))
 
 
 def _models(options: argparse.Namespace) -> Mapping[str, Fit]:

@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 from feature_store.errors import InvalidInput
 
+_LONGEST_DATE = len("20260110")
+"""Digits of a day without dashes, which are no milliseconds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Splits:
@@ -71,11 +74,33 @@ def day_ms(day: str, *, zone: str = "UTC", later: int = 0) -> int:
     Raises:
         InvalidInput: the day is not YYYY-MM-DD, or the zone is not known.
     """
+    where = _zone(zone)
     try:
         start = date.fromordinal(date.fromisoformat(day).toordinal() + later)
-        midnight = datetime(start.year, start.month, start.day, tzinfo=ZoneInfo(zone))
-    except (ZoneInfoNotFoundError, IsADirectoryError) as error:
-        raise InvalidInput(f"time zone {zone!r} is not known; use one like Asia/Shanghai") from error
     except ValueError as error:
-        raise InvalidInput(f"day {day!r} in {zone!r} cannot be read; write the day as YYYY-MM-DD") from error
-    return round(midnight.timestamp() * 1000)
+        raise InvalidInput(f"day {day!r} cannot be read; write the day as YYYY-MM-DD") from error
+    return round(datetime(start.year, start.month, start.day, tzinfo=where).timestamp() * 1000)
+
+
+def instant(text: str, *, zone: str = "UTC") -> int:
+    """Milliseconds of a calendar day's begin, of a time in ISO 8601 (of the zone unless it says otherwise), or of milliseconds.
+
+    Raises:
+        InvalidInput: it is none of them, or the zone is not known.
+    """
+    if len(text) > _LONGEST_DATE and text.lstrip("-").isdigit():
+        return int(text)
+    if len(text) == len("2026-01-10"):
+        return day_ms(text, zone=zone)
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidInput(f"{text!r} is no time; write 2026-01-10, 2026-01-10T12:00+08:00, or milliseconds") from error
+    return round((when if when.tzinfo else when.replace(tzinfo=_zone(zone))).timestamp() * 1000)
+
+
+def _zone(name: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, IsADirectoryError, ValueError) as error:
+        raise InvalidInput(f"time zone {name!r} is not known; use one like Asia/Shanghai") from error

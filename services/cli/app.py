@@ -15,10 +15,14 @@ from services.cli import commands
 from services.cli.console import Console
 from services.cli.failures import guarded
 from services.cli.home import Home
+from services.cli.period import Period
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 HomeOption = Annotated[Path, typer.Option("--home", help="Folder of this platform: spec, tables, store, models, traces.")]
 _HOME = Path(".gem")
+Since = Annotated[str | None, typer.Option(help="First event that is used: a day, a time, or milliseconds.")]
+Until = Annotated[str | None, typer.Option(help="Only earlier events are used: a day, a time, or milliseconds.")]
+Zone = Annotated[str, typer.Option(help="Time zone of days and times that name none, such as Asia/Shanghai.")]
 
 app = typer.Typer(
     name="gemctl",
@@ -87,49 +91,64 @@ def import_(
 @train_app.command("foundation", epilog="Example: gemctl train foundation --until 2026-01-10 --epochs 1")
 def train_foundation(
     preset: Annotated[str, typer.Option(help="A function that returns a configuration.")] = "model.gem.presets:tiny",
-    until: Annotated[str | None, typer.Option(help="Train on earlier events only: a date, or milliseconds.")] = None,
+    since: Since = None,
+    until: Until = None,
+    zone: Zone = "UTC",
     epochs: Annotated[int, typer.Option(help="Passes over the log.")] = 1,
     home: HomeOption = _HOME,
     as_json: Json = False,
 ) -> None:
     """Train one foundation model on all surfaces and objectives, and publish it."""
-    commands.train_foundation(Console(as_json=as_json), Home(home), preset=preset, until=until, epochs=epochs)
+    period = Period(since=since, until=until, zone=zone)
+    commands.train_foundation(Console(as_json=as_json), Home(home), preset=preset, period=period, epochs=epochs)
 
 
 @train_app.command("vertical", epilog="Example: gemctl train vertical --surface feed --arm A3")
 def train_vertical(
     surface: Annotated[str, typer.Option(help="Surface that it will serve.")],
     arm: Annotated[str, typer.Option(help="A0 nothing, A1 soft labels, A2 and LoopFM, A3 and Solaris.")] = "A3",
-    until: Annotated[str | None, typer.Option(help="Train on earlier events only: a date, or milliseconds.")] = None,
+    since: Since = None,
+    until: Until = None,
+    zone: Zone = "UTC",
     epochs: Annotated[int, typer.Option(help="Passes over the log.")] = 2,
     home: HomeOption = _HOME,
     as_json: Json = False,
 ) -> None:
     """Train one surface's vertical model on annotated rows, and publish it."""
-    commands.train_vertical(Console(as_json=as_json), Home(home), surface=surface, arm_name=arm, until=until, epochs=epochs)
+    console, period = Console(as_json=as_json), Period(since=since, until=until, zone=zone)
+    commands.train_vertical(console, Home(home), surface=surface, arm_name=arm, period=period, epochs=epochs)
 
 
 @app.command(epilog="Example: gemctl annotate --since 2026-01-10 --until 2026-01-12")
 def annotate(
-    since: Annotated[str | None, typer.Option(help="First event: a date or milliseconds; else where training ended.")] = None,
-    until: Annotated[str | None, typer.Option(help="One past the last event: a date or milliseconds.")] = None,
+    since: Since = None,
+    until: Until = None,
+    zone: Zone = "UTC",
     home: HomeOption = _HOME,
     as_json: Json = False,
 ) -> None:
-    """Let the current foundation model annotate impressions: soft labels, memories, pair embeddings."""
-    commands.annotate(Console(as_json=as_json), Home(home), since=since, until=until)
+    """Let the current foundation model annotate impressions: soft labels, memories, pair embeddings.
+
+    It begins where the model's training ended unless told otherwise.
+    """
+    commands.annotate(Console(as_json=as_json), Home(home), period=Period(since=since, until=until, zone=zone))
 
 
 @app.command(epilog="Example: gemctl evaluate --model feed-a3 --since 2026-01-12 --json")
 def evaluate(
     model: Annotated[str, typer.Option(help="Name of a published model.")] = "foundation",
-    since: Annotated[str | None, typer.Option(help="First event: a date or milliseconds; else where training ended.")] = None,
-    until: Annotated[str | None, typer.Option(help="One past the last event.")] = None,
+    since: Since = None,
+    until: Until = None,
+    zone: Zone = "UTC",
     home: HomeOption = _HOME,
     as_json: Json = False,
 ) -> None:
-    """Measure a model per surface and objective: NE, AUC, GAUC, calibration."""
-    commands.evaluate_model(Console(as_json=as_json), Home(home), model=model, since=since, until=until)
+    """Measure a model per surface and objective: NE, AUC, GAUC, calibration.
+
+    It begins where the model's training ended unless told otherwise.
+    """
+    period = Period(since=since, until=until, zone=zone)
+    commands.evaluate_model(Console(as_json=as_json), Home(home), model=model, period=period)
 
 
 @app.command(epilog="Example: gemctl up --base-port 7100")

@@ -10,16 +10,20 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from feature_store.errors import FailedPrecondition, InvalidInput, NotFound, NotReady
 from services.cli.console import Console, table
 from services.cli.home import DATASETS, Home
+from services.cli.period import Period
+
+if TYPE_CHECKING:
+    from feature_store.replay import Replay
 
 _FOUNDATION = "foundation"
 _STORE_SECONDS = 30.0
+_ALL = Period()
 
 
 def demo(console: Console, home: Home, *, size: str, data: Path | None) -> None:
@@ -67,7 +71,7 @@ def import_(console: Console, home: Home, *, source: Path, spec: Path | None, ma
     console.result(report.as_dict(), table("import", ["table", "rows", "reason"], rows))
 
 
-def train_foundation(console: Console, home: Home, *, preset: str, until: str | None, epochs: int) -> None:
+def train_foundation(console: Console, home: Home, *, preset: str, period: Period, epochs: int) -> None:
     """A foundation model, published as the current one."""
     home.spec()  # a home without one is refused before torch is imported
     import numpy as np
@@ -77,8 +81,7 @@ def train_foundation(console: Console, home: Home, *, preset: str, until: str | 
     from model.training.rows import ReplayRows
     from model.training.trainer import RunConfig, train
 
-    replay, (first, last) = _replay(console, home)
-    end = moment(until) if until else last
+    replay, (first, end) = _replay(console, home, period)
     run = RunConfig(preset=preset, train_from_ms=first, train_to_ms=end, fit=FitConfig(epochs=epochs))
 
     with console.progress("foundation model") as advance:
@@ -99,7 +102,7 @@ def train_foundation(console: Console, home: Home, *, preset: str, until: str | 
 
 
 def train_vertical(
-    console: Console, home: Home, *, surface: str, arm_name: str, until: str | None, epochs: int
+    console: Console, home: Home, *, surface: str, arm_name: str, period: Period, epochs: int
 ) -> None:
     """One surface's model, published as its current one."""
     from model.vertical.presets import arm
@@ -118,7 +121,7 @@ def train_vertical(
     from model.training.vertical import VerticalRun
     from model.training.vertical import train_vertical as train
 
-    replay, (first, last) = _replay(console, home)
+    replay, (first, end) = _replay(console, home, period)
     spaces = (b"", b"")
     if model.kd:
         manifest = load_foundation(_model(home, _FOUNDATION), replay.spec).manifest
@@ -127,12 +130,11 @@ def train_vertical(
         spaces = (manifest.loopfm_space_id, manifest.solaris_space_id)
         annotations = Annotations(replay.tables, replay.impressions, space_id=spaces[0])
         replay.with_annotations(annotations)
-        first = int(replay.impressions.event_ms[annotations.row].min())
+        first = max(first, int(replay.impressions.event_ms[annotations.row].min()))
     if model.solaris:
         from services.solaris.replay import replayed_pairs
 
         replay.with_pairs(replayed_pairs(replay, spaces[1], from_ms=first))
-    end = moment(until) if until else last
     run = VerticalRun(model=model, train_from_ms=first, train_to_ms=end, fit=FitConfig(epochs=epochs))
     with console.progress(f"{surface} {arm_name}") as advance:
         trained = train(run, replay, on_progress=lambda progress: advance(progress.step, progress.num_steps))
@@ -147,7 +149,7 @@ def train_vertical(
     console.result(result, table(name, ["what", "value"], list(result.items())))
 
 
-def annotate(console: Console, home: Home, *, since: str | None, until: str | None) -> None:
+def annotate(console: Console, home: Home, *, period: Period) -> None:
     """Soft labels, memories and pair embeddings of one snapshot."""
     home.spec()
     _model(home, _FOUNDATION)
@@ -162,7 +164,7 @@ def annotate(console: Console, home: Home, *, since: str | None, until: str | No
 
     replay, (_, last) = _replay(console, home)
     loaded = load_foundation(_model(home, _FOUNDATION), replay.spec)
-    begin = moment(since) if since else loaded.manifest.train_watermark_ms + 1
+    begin, end = period.bounds(loaded.manifest.train_watermark_ms + 1, last)
     pinned = Pinned.of(loaded)
     with open_store(home.store_url, timeout_seconds=_STORE_SECONDS) as store:
         memory = MemoryWriter(
@@ -171,11 +173,11 @@ def annotate(console: Console, home: Home, *, since: str | None, until: str | No
         )  # fmt: skip
         annotator = Annotator(replay, pinned, LoopFmMetrics(CollectorRegistry()), memory=memory)
         with console.progress("annotate") as advance:
-            done = annotator.annotate(begin, moment(until) if until else last, on_progress=advance)
+            done = annotator.annotate(begin, end, on_progress=advance)
     console.result(done._asdict(), table("annotated", ["what", "count"], list(done._asdict().items())))
 
 
-def evaluate_model(console: Console, home: Home, *, model: str, since: str | None, until: str | None) -> None:
+def evaluate_model(console: Console, home: Home, *, model: str, period: Period) -> None:
     """NE, AUC, GAUC and calibration of a published model."""
     home.spec()
     folder = _model(home, model)
@@ -190,8 +192,8 @@ def evaluate_model(console: Console, home: Home, *, model: str, since: str | Non
     manifest = read_manifest(resolve(folder))
     if manifest.loopfm_space_id and manifest.surface:
         replay.with_annotations(Annotations(replay.tables, replay.impressions, space_id=manifest.loopfm_space_id))
-    begin = moment(since) if since else manifest.train_watermark_ms + 1
-    rows = ReplayRows(replay, begin, moment(until) if until else last, surface=manifest.surface or None)
+    begin, end = period.bounds(manifest.train_watermark_ms + 1, last)
+    rows = ReplayRows(replay, begin, end, surface=manifest.surface or None)
     if not len(rows):
         raise NotFound(f"no request from {begin} on; give --since, or import later events")
     if manifest.surface and manifest.solaris_space_id:
@@ -258,13 +260,14 @@ def rank(console: Console, *, surface: str, user: str, ads: str, at: str | None,
     from gem.router.v1 import router_service_pb2 as messages
     from gem.router.v1 import router_service_pb2_grpc
 
+    from feature_store.splits import instant
     from services.runtime.client import call
 
     candidates = [messages.Candidate(ad_id=ad.strip(), bid=1.0) for ad in ads.split(",") if ad.strip()]
     if not candidates:
         raise InvalidInput(f"--ads {ads!r} names no ad; write ids separated by commas, such as 1,2,3")
     request = messages.RankRequest(
-        surface=surface, user_id=user, candidates=candidates, request_ms=moment(at) if at else _now_ms()
+        surface=surface, user_id=user, candidates=candidates, request_ms=instant(at) if at else _now_ms()
     )
     with grpc.insecure_channel(router) as channel:
         try:
@@ -326,22 +329,6 @@ def click_echo(text: str) -> None:
     click.echo(text)
 
 
-def moment(text: str) -> int:
-    """Milliseconds of a date, a time in ISO 8601 (UTC unless it says otherwise), or of milliseconds.
-
-    Raises:
-        InvalidInput: it is none of them.
-    """
-    if text.lstrip("-").isdigit() and len(text) > 8:
-        return int(text)
-    try:
-        when = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise InvalidInput(f"{text!r} is no time; write 2026-01-10, 2026-01-10T12:00+08:00, or milliseconds") from error
-    zoned = when if when.tzinfo else when.replace(tzinfo=UTC)
-    return round(zoned.timestamp() * 1000)
-
-
 def _model(home: Home, name: str) -> Path:
     folder = home.models_root / name
     if not folder.is_dir():
@@ -350,16 +337,17 @@ def _model(home: Home, name: str) -> Path:
     return folder
 
 
-def _replay(console: Console, home: Home) -> Any:
+def _replay(console: Console, home: Home, period: Period = _ALL) -> tuple[Replay, tuple[int, int]]:
     from feature_store.replay import Replay
 
     replay = Replay(home.spec(), home.tables())
     at = replay.impressions.event_ms
     if not len(at):
         raise NotFound(f"{home.tables_root} holds no impression; import some first")
+    bounds = period.bounds(int(at.min()), int(at.max()) + 1)
     with console.progress("counters of every request") as advance:
         replay.count("request", advance)
-    return replay, (int(at.min()), int(at.max()) + 1)
+    return replay, bounds
 
 
 def _must_be_empty(home: Home) -> None:

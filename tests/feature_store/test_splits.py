@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feature_store.errors import InvalidInput
-from feature_store.splits import Splits, day_ms, splits_of_days
+from feature_store.splits import Splits, day_ms, instant, splits_of_days
 
 KUAIRAND = Path(os.environ.get("GEM_DATA", "../shared/data")) / "kuairand"
 
@@ -58,6 +58,35 @@ def test_a_day_that_is_none_is_refused(day: str) -> None:
 def test_an_unknown_zone_is_refused() -> None:
     with pytest.raises(InvalidInput, match="time zone 'Mars/Base'"):
         day_ms("2022-05-02", zone="Mars/Base")
+
+
+@pytest.mark.parametrize(
+    ("text", "zone", "expected"),
+    [
+        ("2026-01-10", "UTC", 1_768_003_200_000),
+        ("2026-01-10", "Asia/Shanghai", 1_767_974_400_000),
+        ("2026-01-10T12:00", "UTC", 1_768_046_400_000),
+        ("2026-01-10T12:00", "Asia/Shanghai", 1_768_017_600_000),
+        ("2026-01-10T12:00+08:00", "UTC", 1_768_017_600_000),
+        ("20260110", "UTC", 1_768_003_200_000),
+        ("1768003200000", "Asia/Shanghai", 1_768_003_200_000),
+    ],
+)
+def test_an_instant_is_a_day_a_time_or_milliseconds(text: str, zone: str, expected: int) -> None:
+    assert instant(text, zone=zone) == expected
+
+
+@pytest.mark.parametrize("text", ["", "soon", "2026-13-01", "12", "2026-01-10 25:00"])
+def test_an_instant_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"is no time; write 2026-01-10|write the day as YYYY-MM-DD"):
+        instant(text)
+
+
+@pytest.mark.parametrize("zone", ["Mars/Base", "", "../etc", "Europe"])
+@pytest.mark.parametrize("text", ["2026-01-10", "2026-01-10T12:00"])
+def test_an_instant_of_an_unknown_zone_is_refused(text: str, zone: str) -> None:
+    with pytest.raises(InvalidInput, match="is not known; use one like Asia/Shanghai"):
+        instant(text, zone=zone)
 
 
 @pytest.mark.skipif(not KUAIRAND.is_dir(), reason=f"KuaiRand is not at {KUAIRAND}; set GEM_DATA")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from feature_store.errors import InvalidInput
-from services.cli.commands import moment
 from services.cli.console import as_json_line
+from services.cli.period import Period
 from services.cli.processes import Ports
 
 COMMANDS = [
@@ -248,23 +248,15 @@ def test_json_holds_no_number_that_is_none() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("2026-01-10", 1_768_003_200_000),
-        ("2026-01-10T12:00", 1_768_046_400_000),
-        ("2026-01-10T12:00+08:00", 1_768_017_600_000),
-        ("1768003200000", 1_768_003_200_000),
-    ],
-)
-def test_a_moment_is_a_day_a_time_or_milliseconds(text: str, expected: int) -> None:
-    assert moment(text) == expected
+def test_a_period_reaches_as_far_as_the_log_unless_told_otherwise() -> None:
+    assert Period().bounds(5, 9) == (5, 9)
+    period = Period(since="2026-01-10", until="2026-01-10T12:00", zone="Asia/Shanghai")
+    assert period.bounds(5, 9) == (1_767_974_400_000, 1_768_017_600_000)
 
 
-@pytest.mark.parametrize("text", ["", "soon", "2026-13-01", "12"])
-def test_a_moment_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match="is no time; write 2026-01-10"):
-        moment(text)
+def test_a_period_without_anything_in_it_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"nothing lies from 2026-01-10 until 9; .*give another --since or --until"):
+        Period(since="2026-01-10").bounds(5, 9)
 
 
 @pytest.mark.parametrize("base", [0, 1023, 65_517, 99_999, -1])
