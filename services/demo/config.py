@@ -22,8 +22,10 @@ class DemoConfig:
     """Days before the last that the foundation model annotates for the vertical models."""
     batch_candidates: int = 256
     """Candidates of a training step, about: few, because a demo's log is small and steps are what it lacks."""
-    vertical_epochs: int = 2
-    """Passes of the vertical models over the annotated days; embedding tables learn in the first."""
+    vertical_candidates: int = 128
+    """The same for vertical models: a surface's log is smaller still."""
+    vertical_epochs: int = 1
+    """Passes over the annotated days. Real logs overfit from the second on; the generated world does not."""
     lifetime_factor: float = 8.0
     """Pair embeddings live this much longer than by default: the world's users return once a day, not every few hours."""
     train_share: float = 1.0

@@ -75,7 +75,7 @@ def learn_foundation(
         preset=config.preset,
         train_from_ms=days.first_ms,
         train_to_ms=days.annotate_ms,
-        fit=FitConfig(batch_requests=batch_requests(config, replay)),
+        fit=FitConfig(batch_requests=batch_requests(config.batch_candidates, replay)),
         optimizer=OptimizerConfig(final_share=_STEADY_SHARE),
     )
     torch.set_num_threads(1)  # batches are read on the other core meanwhile; two threads fighting over it are slower
@@ -131,10 +131,10 @@ def _adopt_verticals(learned: Learned, replay: Replay, made: Mapping[tuple[str, 
             learned.evaluations[name] = evaluate(learned.predictions[name], replay.spec.surfaces, replay.spec.objectives)
 
 
-def batch_requests(config: DemoConfig, replay: Replay) -> int:
-    """Requests that hold about as many candidates as a step should."""
+def batch_requests(candidates: int, replay: Replay) -> int:
+    """Requests that hold about so many candidates."""
     log = replay.impressions
-    return max(1, round(config.batch_candidates * len(log.request_ids) / max(1, len(log))))
+    return max(1, round(candidates * len(log.request_ids) / max(1, len(log))))
 
 
 def _snapshots(run: RunConfig, replay: Replay, days: Days, console: Console) -> Iterator[Snapshot]:
@@ -216,7 +216,9 @@ def _vertical(
         train_from_ms=days.annotate_ms,
         train_to_ms=days.test_ms,
         test_to_ms=days.end_ms,
-        fit=FitConfig(batch_requests=batch_requests(config, replay), epochs=config.vertical_epochs),
+        fit=FitConfig(
+            batch_requests=batch_requests(config.vertical_candidates, replay), epochs=config.vertical_epochs
+        ),
     )
     trained = train_vertical(run, replay)
     return TaughtVertical(_publish(trained, replay, models, surface, name, space_id), trained.predictions)
