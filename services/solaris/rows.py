@@ -112,7 +112,8 @@ def grow(means: Table, pairs: Table, starts: Ints, *, half_life_ms: Floats) -> T
         starts: [M] where each mean's vectors start; each has at least one.
         half_life_ms: [M] a vector this much older counts half.
     """
-    of_P = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(pairs)))
+    counts = np.append(starts[1:], len(pairs)) - starts
+    of_P = np.repeat(np.arange(len(starts)), counts)
     newest = pairs[_first_newest(pairs["computed_ms"], starts, of_P)]
     old = _begun(means, newest)
     reference_ms = np.maximum(old["reference_ms"], newest["computed_ms"])
@@ -125,7 +126,7 @@ def grow(means: Table, pairs: Table, starts: Ints, *, half_life_ms: Floats) -> T
     grown = old.copy()
     grown["mean"] = (old["mean"] * kept[:, None] + total) / weight[:, None]
     grown["weight"], grown["reference_ms"] = weight, reference_ms
-    grown["count"] += np.diff(starts, append=len(pairs))
+    grown["count"] += counts
     later = newest["computed_ms"] >= old["computed_ms"]
     grown["version"] = np.where(later, newest["version"], old["version"])
     grown["computed_ms"] = np.maximum(old["computed_ms"], newest["computed_ms"])

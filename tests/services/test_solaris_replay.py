@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from feature_store.batch import Array
 from feature_store.errors import InvalidInput
 from feature_store.ids import ABSENT
 from feature_store.online import open_store
@@ -164,7 +165,7 @@ def test_a_replay_gives_the_bytes_that_were_served(
             served = reader.read(
                 users[row], [ads[row]], [groups[row]], as_of_ms=int(at_ms[row]), space_id=SPACE, dim=DIM
             )
-            mine = {"pair_q": got.q, "pair_scale": got.scale, "pair_level": got.level, "pair_meta": got.meta}
+            mine: dict[str, Array] = {"pair_q": got.q, "pair_scale": got.scale, "pair_level": got.level, "pair_meta": got.meta}
             for name, values in served.tensors().items():
                 assert mine[name][row].tobytes() == values[0].tobytes(), name
 
