@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from model.loopfm.config import CompressorConfig
 from model.nn.norm import rms_norm
 
+_DIGEST_BYTES = 32
+_PULL = 1e-3
+"""Of the mean square of the hidden layer: how strongly an encoder that is realigned is held where it is."""
 STEPS = 8
 """int4 codes −8 … 7 stand for −1 … 7/8; the quotient is exact in float32, bfloat16 and float16."""
 
@@ -26,6 +29,9 @@ class Compressor(nn.Module):
 
     Loss Σ_d ‖e − Dec_d(z_1:d)‖² (LoopFM, arXiv 2605.29280; layer choice and widths are ours).
     """
+
+    minted: Tensor
+    """Digest of the weights when the space was named; zeros before."""
 
     def __init__(self, config: CompressorConfig, tap_widths: Sequence[int]) -> None:
         super().__init__()
@@ -40,6 +46,12 @@ class Compressor(nn.Module):
             nn.Linear(total, config.hidden), nn.GELU(approximate="tanh"), nn.Linear(config.hidden, config.dim)
         )
         self.decoders = nn.ModuleList(nn.Linear(width, total) for width in config.prefixes)
+        self.register_buffer("minted", torch.zeros(_DIGEST_BYTES, dtype=torch.uint8))
+
+    def mint(self) -> None:
+        """Freezes the weights and names the space after them; from here on they move only to stay in that space (`realign`)."""
+        self.requires_grad_(False)
+        self.minted.copy_(torch.frombuffer(bytearray(_digest(self)), dtype=torch.uint8))
 
     def target(self, taps: Sequence[Tensor]) -> Tensor:
         """e [N, ·]: each tap detached, normalized, and projected by a fixed orthogonal map, so that none dominates."""
@@ -48,7 +60,39 @@ class Compressor(nn.Module):
 
     def forward(self, taps: Sequence[Tensor]) -> Tensor:
         """z [N, Z] in (−1, 1)."""
-        return torch.tanh(self.encoder(self.target(taps)))
+        return torch.tanh(self.preactivation(taps))
+
+    def preactivation(self, taps: Sequence[Tensor]) -> Tensor:
+        """Enc(e) [N, Z]: z before its tanh."""
+        encoded: Tensor = self.encoder(self.target(taps))
+        return encoded
+
+    @torch.no_grad()
+    def realign(self, taps: Sequence[Tensor], wanted_NZ: Tensor) -> float:
+        """Moves the encoder's last layer so that rows keep their representation after the foundation model has moved.
+
+        Least squares from today's hidden layer to the pre-activations that the same rows had, with a pull towards the
+        weights as they are: rows that are few, or alike, change little. The published form is an orthogonal map of the
+        representation; a map of the hidden layer holds it as a special case.
+
+        Args:
+            taps: of probe rows, from the foundation model as it is now.
+            wanted_NZ: `preactivation` of the same rows before it moved.
+
+        Returns:
+            Mean cosine of z then and now.
+        """
+        last = self.encoder[2]
+        assert isinstance(last, nn.Linear)
+        hidden = self.encoder[:2](self.target(taps)).double()
+        known = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], dim=1)
+        weight = torch.cat([last.weight, last.bias[:, None]], dim=1).double().T
+        gram = known.T @ known
+        pull = _PULL * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        moved = weight + torch.linalg.solve(gram + pull, known.T @ (wanted_NZ.double() - known @ weight))
+        last.weight.copy_(moved[:-1].T)
+        last.bias.copy_(moved[-1])
+        return float(torch.cosine_similarity(self(taps), torch.tanh(wanted_NZ), dim=1).mean())
 
     def reconstruction_loss(self, taps: Sequence[Tensor]) -> Tensor:
         """Mean squared error of every prefix, added; 0 for no rows."""
@@ -81,10 +125,17 @@ def dequantize_int4(packed: Tensor) -> Tensor:
 
 
 def space_id(compressor: Compressor, family: str) -> bytes:
-    """8 bytes that name a coordinate system: model family, taps, encoder weights and quantizer."""
+    """8 bytes that name a coordinate system: model family, taps, the encoder's weights when it was minted, quantizer."""
+    named = hashlib.sha256(repr((family, sorted(asdict(compressor.config).items()), "int4/8")).encode())
+    minted = compressor.minted.cpu().numpy().tobytes()
+    named.update(minted if any(minted) else _digest(compressor))
+    return named.digest()[:8]
+
+
+def _digest(compressor: Compressor) -> bytes:
+    """Of all weights as they are."""
     digest = hashlib.sha256()
-    digest.update(repr((family, sorted(asdict(compressor.config).items()), "int4/8")).encode())
-    for name, tensor in sorted(compressor.state_dict().items()):
+    for name, tensor in sorted(compressor.named_parameters()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.digest()[:8]
+    return digest.digest()

@@ -65,10 +65,22 @@ class Teacher(nn.Module):
         """Logits [N, K], in evaluation mode."""
         return self.annotate(batch).logits_NK
 
+    @torch.no_grad()
+    def represent(self, batch: FeatureBatch) -> Tensor:
+        """Pre-activations [N, D] of the representation, in evaluation mode."""
+        self.eval()
+        return self.compressor.preactivation(self.foundation(Batch.from_numpy(batch)).taps)
+
+    @torch.no_grad()
+    def realign(self, probe: FeatureBatch, wanted_ND: Tensor) -> float:
+        """Lets the probe rows keep the representation that they had; returns the mean cosine of then and now."""
+        self.eval()
+        return self.compressor.realign(self.foundation(Batch.from_numpy(probe)).taps, wanted_ND)
+
     def space_id(self, family: str) -> bytes:
         """8 bytes that name the coordinate system of z.
 
-        Foundation weights may move inside one space; the compressor may not.
+        Foundation weights may move inside one space; the compressor only to follow them (`realign`).
         """
         return space_id(self.compressor, family)
 
@@ -97,6 +109,6 @@ def _summed(mean: Tensor, rows: int) -> Sums:
     return Sums((mean * rows)[None], torch.full((1,), float(rows)))
 
 
-def drift(before: npt.NDArray[np.float32], after: npt.NDArray[np.float32]) -> float:
-    """Distance of the mean representation [N, D] of the same probe rows, before and after."""
-    return float(np.linalg.norm(before.mean(axis=0) - after.mean(axis=0)))
+def drift(before_ND: Tensor, after_ND: Tensor) -> float:
+    """Distance of the mean representation of the same probe rows, before and after; both as pre-activations."""
+    return float((torch.tanh(before_ND).mean(dim=0) - torch.tanh(after_ND).mean(dim=0)).norm())

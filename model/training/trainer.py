@@ -34,6 +34,8 @@ from model.training.teacher import Teacher, TeacherConfig, TeacherCriterion, dri
 from model.training.throughput import Ceiling, Stages, measure_ceiling
 
 ALONE = Processes()
+_PROBE_REQUESTS = 1024
+"""Of the first stretch: rows whose representation each snapshot must keep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +99,7 @@ class Snapshot(NamedTuple):
     seen: npt.NDArray[np.bool_]
     """[impressions of the log] any label of the impression has entered the weights: the offset log."""
     drift: float
-    """How far the mean representation of fixed probe rows moved since the last snapshot; 0 for the first."""
+    """How far the mean representation of fixed probe rows moved since the last snapshot, realigned; 0 for the first."""
     log: FitLog
 
 
@@ -170,8 +172,8 @@ def walk_forward(
 ) -> Iterator[Snapshot]:
     """Trains through train_to_ms, lets the snapshot annotate the next stretch, trains through that, and so on to `until_ms`.
 
-    A label enters once, in the first stretch by whose end it has settled. The compressor is trained in the first stretch and
-    fixed from then on, so that all snapshots write one coordinate system. Rates fall over the first stretch and then stay at
+    A label enters once, in the first stretch by whose end it has settled. The compressor is trained in the first stretch;
+    from then on it is only realigned, so that all snapshots write one coordinate system. Rates fall over the first stretch and then stay at
     their final share: the run has no end of its own, and every snapshot must be fit to teach.
     The yielded teacher goes on training when the next snapshot is asked for: use it, or publish it, before.
 
@@ -181,15 +183,18 @@ def walk_forward(
     rows = ReplayRows(replay, run.train_from_ms, run.train_to_ms, requests=run.requests, known_by_ms=run.train_to_ms)
     _require_rows(rows, run)
     course = _Course(run, replay, rows, processes)
-    probe, before = rows.batch(spread(len(rows), 256))[0], None
+    probe, before = rows.batch(spread(len(rows), _PROBE_REQUESTS))[0], None
     seen = np.zeros(len(replay.impressions), dtype=np.bool_)
     longest_ms = max(o.attribution_window_seconds for o in replay.spec.message.objectives) * 1000
     cut_ms = run.train_to_ms
     while True:
         log = course.fit(rows, run.fit, on_progress=on_progress)
         seen[rows.trained()] = True
-        course.freeze_compressor()
-        after = course.teacher.annotate(probe).z_ND
+        if before is None:
+            course.mint_space()
+        else:
+            course.teacher.realign(probe, before)
+        after = course.teacher.represent(probe)
         moved = drift(before, after) if before is not None else 0.0
         next_ms = min(cut_ms + every_ms, until_ms)
         yield Snapshot(
@@ -249,8 +254,8 @@ class _Course:
         self._schedule_steps = self._schedule_steps or self._steps
         return log
 
-    def freeze_compressor(self) -> None:
-        self.teacher.compressor.requires_grad_(False)
+    def mint_space(self) -> None:
+        self.teacher.compressor.mint()
         self._learner.criterion = TeacherCriterion(self.teacher, objective_weights=self._weights, reconstruct=False)
 
     def _flops(self, batch: FeatureBatch) -> float:

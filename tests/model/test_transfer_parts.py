@@ -106,6 +106,28 @@ def test_a_space_is_named_by_family_weights_and_sizes_and_by_nothing_else() -> N
     assert pair_space_id(name) != name
 
 
+def test_a_minted_space_keeps_its_name_while_its_encoder_follows_the_model() -> None:
+    compressor, rows = compressor_of(), 400
+    name, before = space_id(compressor, "gem"), taps_of(rows)
+    compressor.mint()
+    wanted = compressor.preactivation(before)
+    turn = torch.linalg.qr(torch.randn(before[2].shape[1], before[2].shape[1])).Q
+    after = (*before[:2], before[2] @ turn + 0.1)
+    lost = torch.cosine_similarity(compressor(after), torch.tanh(wanted), dim=1).mean()
+    kept = compressor.realign(after, wanted)
+    assert kept > 0.98 > lost
+    assert (compressor(after).mean(0) - torch.tanh(wanted).mean(0)).norm() < 0.05
+    assert space_id(compressor, "gem") == name
+    assert not any(parameter.requires_grad for parameter in compressor.parameters())
+
+
+def test_realigning_a_model_that_has_not_moved_changes_nothing() -> None:
+    compressor, taps = compressor_of(), taps_of(50)
+    wanted = compressor.preactivation(taps)
+    assert compressor.realign(taps, wanted) == pytest.approx(1.0, abs=1e-6)
+    torch.testing.assert_close(compressor.preactivation(taps), wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [{"dim": 7}, {"prefixes": (8, 4)}, {"prefixes": (8,)}])
 def test_a_compressor_whose_sizes_do_not_fit_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"dim|prefixes"):

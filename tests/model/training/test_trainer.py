@@ -118,7 +118,7 @@ def test_one_space_over_all_snapshots_and_foundation_weights_that_move(
     (_, first), (last, second) = snapshots
     same = {name for name in first if torch.equal(first[name], second[name])}
     compressor = {name for name in first if name.startswith("compressor.")}
-    assert compressor <= same
+    assert compressor - same == {"compressor.encoder.2.weight", "compressor.encoder.2.bias"}, "only these follow the model"
     assert any(name.startswith("foundation.layers") for name in set(first) - same)
     assert last.drift > 0.0
 
