@@ -24,6 +24,7 @@ from feature_store.errors import FailedPrecondition, InvalidInput
 from feature_store.ids import example_ids
 from feature_store.importing.staging import write_whole
 from feature_store.tables import Tables
+from feature_store.world_ads import Ads, make_ads
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -36,7 +37,6 @@ START_MS = 1_767_225_600_000
 SURFACES = ("feed", "reels", "stories", "search", "offsite")
 _CHUNK_USERS = 1024
 _MEMORY = 20
-_TOPICS = 12
 _BUSIEST = 40
 """Requests a day that nobody exceeds."""
 _TABLES = ("catalogue", "users", "events", "impressions", "outcomes")
@@ -87,21 +87,6 @@ class WorldConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ads:
-    vector: Floats  # [A, d]
-    conversion: Floats  # [A, d]
-    quality: Floats  # [D, A], drifts by day
-    group: Ints
-    campaign: Ints
-    account: Ints
-    tag: Ints
-    from_day: Ints
-    until_day: Ints
-    bid_floor: Floats
-    day_cdf: Floats  # flattened [D, A]: day + cumulative share of exposure among live ads
-
-
-@dataclass(frozen=True, slots=True)
 class _Surfaces:
     bias: Floats
     slope: Floats
@@ -125,7 +110,7 @@ def _write(config: WorldConfig, tables: Tables, aside: Tables, progress: Progres
     if held:
         raise FailedPrecondition(f"{tables.root} holds {held} already; give another folder for this world, or remove that one")
     rng = np.random.default_rng([config.seed, 0])
-    ads, surfaces = _make_ads(config, rng), _make_surfaces(config, rng)
+    ads, surfaces = make_ads(config, rng), _make_surfaces(config, rng)
     aside.append("catalogue", _catalogue(ads))
     counts = {"catalogue": config.ads}
     for first in range(0, config.users, _CHUNK_USERS):
@@ -140,52 +125,6 @@ def _write(config: WorldConfig, tables: Tables, aside: Tables, progress: Progres
     return counts
 
 
-def _make_ads(config: WorldConfig, rng: np.random.Generator) -> _Ads:
-    groups = max(4, config.ads // 10)
-    topic = rng.normal(size=(_TOPICS, config.dim))
-    group_tag = rng.integers(0, _TOPICS, groups)
-    group_vector = 0.8 * topic[group_tag] + 0.6 * rng.normal(size=(groups, config.dim))
-    group = rng.integers(0, groups, config.ads)
-    vector = (group_vector[group] + 0.5 * rng.normal(size=(config.ads, config.dim))) / np.sqrt(config.dim)
-    conversion = 0.6 * vector + 0.8 * rng.normal(size=vector.shape) / np.sqrt(config.dim)
-    drift = np.cumsum(rng.normal(scale=0.08, size=(config.days, config.ads)), axis=0)
-    from_day, until_day = _lives(config, rng)
-    return _Ads(
-        vector=vector,
-        conversion=conversion,
-        quality=0.6 * rng.normal(size=config.ads) + drift,
-        group=group,
-        campaign=group // 2,
-        account=group // 6,
-        tag=group_tag[group],
-        from_day=from_day,
-        until_day=until_day,
-        bid_floor=np.exp(rng.normal(size=config.ads)),
-        day_cdf=_exposure(config, rng, from_day, until_day),
-    )
-
-
-def _lives(config: WorldConfig, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """First days of ads and those of their retirement; lives that end or begin nearest fill days with too few ads."""
-    from_day = np.where(rng.random(config.ads) < 0.6, 0, rng.integers(0, config.days, config.ads))
-    until_day = from_day + 2 + rng.geometric(1 / max(2, config.days), config.ads)
-    for day in range(config.days):
-        distance = np.maximum(from_day - day, day - until_day + 1)  # not above 0: live
-        nearest = np.argsort(distance, kind="stable")[: 2 * config.shown]
-        from_day[nearest] = np.minimum(from_day[nearest], day)
-        until_day[nearest] = np.maximum(until_day[nearest], day + 1)
-    return from_day, until_day
-
-
-def _exposure(config: WorldConfig, rng: np.random.Generator, from_day: Ints, until_day: Ints) -> Floats:
-    popularity = rng.permutation(np.arange(1, config.ads + 1, dtype=np.float64) ** -0.8)
-    day = np.arange(config.days)[:, None]
-    live = np.where((from_day <= day) & (day < until_day), popularity, 0.0)
-    share = np.cumsum(live, axis=1)
-    share /= share[:, -1:]  # exactly 1 from the last live ad on: those behind it have no share
-    return np.asarray((day + share).ravel(), dtype=np.float64)
-
-
 def _make_surfaces(config: WorldConfig, rng: np.random.Generator) -> _Surfaces:
     shared = 1 + 0.3 * rng.normal(size=config.dim)
     private = 1 + 0.9 * rng.normal(size=(len(SURFACES), config.dim))
@@ -196,7 +135,7 @@ def _make_surfaces(config: WorldConfig, rng: np.random.Generator) -> _Surfaces:
     )
 
 
-def _catalogue(ads: _Ads) -> pa.Table:
+def _catalogue(ads: Ads) -> pa.Table:
     keys = np.arange(len(ads.group), dtype=np.int64)
     valid_from = START_MS + ads.from_day * DAY_MS
     return pa.table(
@@ -265,7 +204,7 @@ class _Users:
 
 
 def _simulate(
-    config: WorldConfig, ads: _Ads, surfaces: _Surfaces, *, first: int, size: int
+    config: WorldConfig, ads: Ads, surfaces: _Surfaces, *, first: int, size: int
 ) -> Iterator[tuple[str, pa.Table]]:
     rng = np.random.default_rng([config.seed, 1 + first])
     users = _Users(config, rng, size)
@@ -299,7 +238,7 @@ def _request_times(config: WorldConfig, rng: np.random.Generator, home: Ints) ->
 
 
 def _searches(
-    config: WorldConfig, ads: _Ads, users: _Users, active: Ints, now: Ints, *, first: int, turn: int
+    config: WorldConfig, ads: Ads, users: _Users, active: Ints, now: Ints, *, first: int, turn: int
 ) -> pa.Table:
     """Some users searched minutes before: the ad they found is close to their intent."""
     searching = users.rng.random(len(active)) < 0.5
@@ -327,7 +266,7 @@ def _searches(
 
 def _requests(
     config: WorldConfig,
-    ads: _Ads,
+    ads: Ads,
     surfaces: _Surfaces,
     users: _Users,
     active: Ints,
@@ -361,7 +300,7 @@ def _requests(
 
 def _click_logits(
     config: WorldConfig,
-    ads: _Ads,
+    ads: Ads,
     surfaces: _Surfaces,
     users: _Users,
     active: Ints,
@@ -380,7 +319,7 @@ def _click_logits(
     return np.asarray(logits, dtype=np.float64)
 
 
-def _after_click(config: WorldConfig, ads: _Ads, users: _Users, active: Ints, shown: Ints) -> dict[str, Floats]:
+def _after_click(config: WorldConfig, ads: Ads, users: _Users, active: Ints, shown: Ints) -> dict[str, Floats]:
     """True probabilities [n, K] of what follows a click, given the click."""
     wish = users.interest[active] + users.intent[active]
     fit = np.einsum("nd,nkd->nk", wish, ads.conversion[shown])
