@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli import commands
+from services.cli import commands, learning
 from services.cli.console import Console
 from services.cli.failures import guarded
 from services.cli.home import Home
@@ -100,7 +100,7 @@ def train_foundation(
 ) -> None:
     """Train one foundation model on all surfaces and objectives, and publish it."""
     period = Period(since=since, until=until, zone=zone)
-    commands.train_foundation(Console(as_json=as_json), Home(home), preset=preset, period=period, epochs=epochs)
+    learning.train_foundation(Console(as_json=as_json), Home(home), preset=preset, period=period, epochs=epochs)
 
 
 @train_app.command("vertical", epilog="Example: gemctl train vertical --surface feed --arm A3")
@@ -116,7 +116,7 @@ def train_vertical(
 ) -> None:
     """Train one surface's vertical model on annotated rows, and publish it."""
     console, period = Console(as_json=as_json), Period(since=since, until=until, zone=zone)
-    commands.train_vertical(console, Home(home), surface=surface, arm_name=arm, period=period, epochs=epochs)
+    learning.train_vertical(console, Home(home), surface=surface, arm_name=arm, period=period, epochs=epochs)
 
 
 @app.command(epilog="Example: gemctl annotate --since 2026-01-10 --until 2026-01-12")
@@ -131,7 +131,7 @@ def annotate(
 
     It begins where the model's training ended unless told otherwise.
     """
-    commands.annotate(Console(as_json=as_json), Home(home), period=Period(since=since, until=until, zone=zone))
+    learning.annotate(Console(as_json=as_json), Home(home), period=Period(since=since, until=until, zone=zone))
 
 
 @app.command(epilog="Example: gemctl evaluate --model feed-a3 --since 2026-01-12 --json")
@@ -148,7 +148,7 @@ def evaluate(
     It begins where the model's training ended unless told otherwise.
     """
     period = Period(since=since, until=until, zone=zone)
-    commands.evaluate_model(Console(as_json=as_json), Home(home), model=model, period=period)
+    learning.evaluate_model(Console(as_json=as_json), Home(home), model=model, period=period)
 
 
 @app.command(epilog="Example: gemctl up --base-port 7100")

@@ -7,23 +7,15 @@ that `gemctl --help` answers at once.
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from feature_store.errors import FailedPrecondition, InvalidInput, NotFound, NotReady
 from services.cli.console import Console, table
 from services.cli.home import DATASETS, Home
-from services.cli.period import Period
-
-if TYPE_CHECKING:
-    from feature_store.replay import Replay
-
-_FOUNDATION = "foundation"
-_STORE_SECONDS = 30.0
-_ALL = Period()
+from services.cli.learning import FOUNDATION, STORE_SECONDS, counted_replay, now_ms
 
 
 def demo(console: Console, home: Home, *, size: str, data: Path | None) -> None:
@@ -71,158 +63,6 @@ def import_(console: Console, home: Home, *, source: Path, spec: Path | None, ma
     console.result(report.as_dict(), table("import", ["table", "rows", "reason"], rows))
 
 
-def train_foundation(console: Console, home: Home, *, preset: str, period: Period, epochs: int) -> None:
-    """A foundation model, published as the current one."""
-    home.spec()  # a home without one is refused before torch is imported
-    import numpy as np
-
-    from model.training.fitting import FitConfig, Progress
-    from model.training.published import Version, publish_foundation
-    from model.training.rows import ReplayRows
-    from model.training.trainer import RunConfig, train
-
-    replay, (first, end) = _replay(console, home, period)
-    run = RunConfig(preset=preset, train_from_ms=first, train_to_ms=end, fit=FitConfig(epochs=epochs))
-
-    with console.progress("foundation model") as advance:
-
-        def on_progress(progress: Progress) -> None:
-            advance(progress.step, progress.num_steps)
-
-        trained = train(run, replay, on_progress=on_progress)
-    rows = ReplayRows(replay, first, end)
-    golden, _ = rows.batch(np.arange(min(8, len(rows))))
-    figures = {"flops_per_example": trained.flops_per_example, "mfu": trained.mfu, "loss": trained.log.losses[-1]}
-    folder = publish_foundation(
-        home.models_root, Version(_FOUNDATION, _stamp(), _now_ms()), trained.teacher, replay.spec, golden,
-        watermark_ms=trained.watermark_ms, metrics=figures,
-    )  # fmt: skip
-    result = {"folder": str(folder), "watermark_ms": trained.watermark_ms, "steps": len(trained.log.losses), **figures}
-    console.result(result, table("foundation model", ["what", "value"], list(result.items())))
-
-
-def train_vertical(
-    console: Console, home: Home, *, surface: str, arm_name: str, period: Period, epochs: int
-) -> None:
-    """One surface's model, published as its current one."""
-    from model.vertical.presets import arm
-
-    try:
-        model = arm(arm_name, surface)
-    except ValueError as error:
-        raise InvalidInput(str(error)) from error
-    home.spec().surface_index(surface)
-    import numpy as np
-
-    from feature_store.transfer import Annotations
-    from model.training.fitting import FitConfig
-    from model.training.published import Version, load_foundation, publish_vertical
-    from model.training.rows import ReplayRows
-    from model.training.vertical import VerticalRun
-    from model.training.vertical import train_vertical as train
-
-    replay, (first, end) = _replay(console, home, period)
-    spaces = (b"", b"")
-    if model.kd:
-        manifest = load_foundation(_model(home, _FOUNDATION), replay.spec).manifest
-        if not replay.tables.exists("annotations"):
-            raise FailedPrecondition("no impression is annotated; run `gemctl annotate` before training this arm")
-        spaces = (manifest.loopfm_space_id, manifest.solaris_space_id)
-        annotations = Annotations(replay.tables, replay.impressions, space_id=spaces[0])
-        replay.with_annotations(annotations)
-        first = max(first, int(replay.impressions.event_ms[annotations.row].min()))
-    if model.solaris:
-        from services.solaris.replay import replayed_pairs
-
-        replay.with_pairs(replayed_pairs(replay, spaces[1], from_ms=first))
-    run = VerticalRun(model=model, train_from_ms=first, train_to_ms=end, fit=FitConfig(epochs=epochs))
-    with console.progress(f"{surface} {arm_name}") as advance:
-        trained = train(run, replay, on_progress=lambda progress: advance(progress.step, progress.num_steps))
-    rows = ReplayRows(replay, first, end, surface=surface)
-    golden, _ = rows.batch(np.arange(min(8, len(rows))))
-    name = f"{surface}-{arm_name.lower()}"
-    folder = publish_vertical(
-        home.models_root, Version(name, _stamp(), _now_ms()), trained.tower, replay.spec, golden,
-        watermark_ms=trained.watermark_ms, metrics={}, loopfm_space_id=spaces[0], solaris_space_id=spaces[1],
-    )  # fmt: skip
-    result = {"folder": str(folder), "steps": len(trained.log.losses), "loss": trained.log.losses[-1]}
-    console.result(result, table(name, ["what", "value"], list(result.items())))
-
-
-def annotate(console: Console, home: Home, *, period: Period) -> None:
-    """Soft labels, memories and pair embeddings of one snapshot."""
-    home.spec()
-    _model(home, _FOUNDATION)
-    from prometheus_client import CollectorRegistry
-
-    from feature_store.online import open_store
-    from model.training.published import load_foundation
-    from services.loopfm.memory import MemoryWriter
-    from services.loopfm.metrics import LoopFmMetrics
-    from services.loopfm.records import Pinned
-    from services.loopfm.writer import Annotator
-
-    replay, (_, last) = _replay(console, home)
-    loaded = load_foundation(_model(home, _FOUNDATION), replay.spec)
-    begin, end = period.bounds(loaded.manifest.train_watermark_ms + 1, last)
-    pinned = Pinned.of(loaded)
-    with open_store(home.store_url, timeout_seconds=_STORE_SECONDS) as store:
-        memory = MemoryWriter(
-            store, space_id=pinned.space_id, num_objectives=len(replay.spec.objectives),
-            num_bytes=loaded.teacher.config.compressor.dim // 2,
-        )  # fmt: skip
-        annotator = Annotator(replay, pinned, LoopFmMetrics(CollectorRegistry()), memory=memory)
-        with console.progress("annotate") as advance:
-            done = annotator.annotate(begin, end, on_progress=advance)
-    console.result(done._asdict(), table("annotated", ["what", "count"], list(done._asdict().items())))
-
-
-def evaluate_model(console: Console, home: Home, *, model: str, period: Period) -> None:
-    """NE, AUC, GAUC and calibration of a published model."""
-    home.spec()
-    folder = _model(home, model)
-    from feature_store.transfer import Annotations
-    from model.training.artefact import read_manifest, resolve
-    from model.training.evaluate import evaluate, predict
-    from model.training.published import load_foundation, load_vertical, score_of
-    from model.training.rows import ReplayRows
-    from services.demo.summary import numbers
-
-    replay, (_, last) = _replay(console, home)
-    manifest = read_manifest(resolve(folder))
-    if manifest.loopfm_space_id and manifest.surface:
-        replay.with_annotations(Annotations(replay.tables, replay.impressions, space_id=manifest.loopfm_space_id))
-    begin, end = period.bounds(manifest.train_watermark_ms + 1, last)
-    rows = ReplayRows(replay, begin, end, surface=manifest.surface or None)
-    if not len(rows):
-        raise NotFound(f"no request from {begin} on; give --since, or import later events")
-    if manifest.surface and manifest.solaris_space_id:
-        from services.solaris.replay import replayed_pairs
-
-        replay.with_pairs(replayed_pairs(replay, manifest.solaris_space_id, from_ms=begin))
-    vertical = bool(manifest.surface)
-    score = score_of(load_vertical(folder, replay.spec).tower) if vertical else load_foundation(folder, replay.spec).teacher.score
-    with console.progress("score") as advance:
-        found = evaluate(predict(score, rows), replay.spec.surfaces, replay.spec.objectives)
-        advance(1, 1)
-    shown = {key: numbers(value) for key, value in found.items() if value.rows}
-    result: dict[str, dict[str, Any]] = {}
-    for (surface, objective), figures in shown.items():
-        result.setdefault(surface, {})[objective] = figures | _undefined(found[surface, objective])
-    columns = ["ne", "auc", "gauc", "calibration", "rows"]
-    lines = [[f"{s} · {o}", *(figures[c] for c in columns)] for (s, o), figures in shown.items()]
-    console.result({"model": model, "evaluation": result}, table(model, ["surface · objective", *columns], lines))
-
-
-def _undefined(measured: Any) -> dict[str, dict[str, str]]:
-    """Why metrics of a slice are null, by name."""
-    from model.training.metrics import Undefined
-
-    values = {"ne": measured.ne, "auc": measured.auc, "gauc": measured.gauc.value, "calibration": measured.calibration}
-    reasons = {name: str(value) for name, value in values.items() if isinstance(value, Undefined)}
-    return {"undefined": reasons} if reasons else {}
-
-
 def up(console: Console, home: Home, *, base_port: int) -> None:
     """The six services in the foreground."""
     from feature_store.online import open_store
@@ -233,14 +73,14 @@ def up(console: Console, home: Home, *, base_port: int) -> None:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
     ports = Ports(base=base_port)
-    replay, (_, last) = _replay(console, home)
+    replay, (_, last) = counted_replay(console, home)
     verticals = published_verticals(home, replay.spec)
     if not home.routes_path.exists():
         write_routes(home, replay.spec, verticals)
-    with open_store(home.store_url, timeout_seconds=_STORE_SECONDS) as store, console.progress("online rows") as advance:
+    with open_store(home.store_url, timeout_seconds=STORE_SECONDS) as store, console.progress("online rows") as advance:
         materialize(replay, store, until_ms=last, progress=advance)
     models = [f"{name}={folder}" for name, folder in verticals.items()]
-    with platform(home, ports, models, foundation=_model(home, _FOUNDATION)) as running:
+    with platform(home, ports, models, foundation=home.model(FOUNDATION)) as running:
         console.say(f"router at {ports.router}; try: gemctl rank --surface {replay.spec.surfaces[0]} --user 1 --ads 1,2,3")
         console.say("Ctrl-C stops everything")
         try:
@@ -267,7 +107,7 @@ def rank(console: Console, *, surface: str, user: str, ads: str, at: str | None,
     if not candidates:
         raise InvalidInput(f"--ads {ads!r} names no ad; write ids separated by commas, such as 1,2,3")
     request = messages.RankRequest(
-        surface=surface, user_id=user, candidates=candidates, request_ms=instant(at) if at else _now_ms()
+        surface=surface, user_id=user, candidates=candidates, request_ms=instant(at) if at else now_ms()
     )
     with grpc.insecure_channel(router) as channel:
         try:
@@ -309,7 +149,7 @@ def trace(console: Console, home: Home, trace_id: str) -> None:
 
 def solaris_status(console: Console, home: Home) -> None:
     """How far pair embeddings reach."""
-    foundation = _model(home, _FOUNDATION)
+    foundation = home.model(FOUNDATION)
     from feature_store.online import open_store
     from feature_store.streams import open_stream
     from model.training.artefact import read_manifest, resolve
@@ -327,27 +167,6 @@ def click_echo(text: str) -> None:
     import click
 
     click.echo(text)
-
-
-def _model(home: Home, name: str) -> Path:
-    folder = home.models_root / name
-    if not folder.is_dir():
-        known = sorted(path.name for path in home.models_root.glob("*")) if home.models_root.is_dir() else []
-        raise NotFound(f"{home.models_root} holds no model {name!r}, only {known}; run `gemctl train` with --home {home.root} first")
-    return folder
-
-
-def _replay(console: Console, home: Home, period: Period = _ALL) -> tuple[Replay, tuple[int, int]]:
-    from feature_store.replay import Replay
-
-    replay = Replay(home.spec(), home.tables())
-    at = replay.impressions.event_ms
-    if not len(at):
-        raise NotFound(f"{home.tables_root} holds no impression; import some first")
-    bounds = period.bounds(int(at.min()), int(at.max()) + 1)
-    with console.progress("counters of every request") as advance:
-        replay.count("request", advance)
-    return replay, bounds
 
 
 def _must_be_empty(home: Home) -> None:
@@ -376,11 +195,3 @@ def _summary(report: Mapping[str, Any]) -> list[Any]:
             ("FLOPs an example (forward)", report["flops_per_example"]), ("MFU", report["mfu"])]  # fmt: skip
     made.append(table("Cost", ["what", "value"], cost))
     return made
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
-def _stamp() -> str:
-    return time.strftime("%Y%m%d-%H%M%S", time.gmtime())

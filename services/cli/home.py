@@ -68,6 +68,20 @@ class Home:
         if spec_path.resolve() != self.spec_path.resolve():
             shutil.copyfile(spec_path, self.spec_path)
 
+    def model(self, name: str) -> Path:
+        """Folder of a published model.
+
+        Raises:
+            NotFound: there is none of that name; says which there are.
+        """
+        folder = self.models_root / name
+        if not folder.is_dir():
+            known = sorted(path.name for path in self.models_root.glob("*")) if self.models_root.is_dir() else []
+            raise NotFound(
+                f"{self.models_root} holds no model {name!r}, only {known}; run `gemctl train` with --home {self.root} first"
+            )
+        return folder
+
     def spec(self) -> Spec:
         """The spec of this home.
 

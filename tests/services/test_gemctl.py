@@ -204,13 +204,18 @@ def test_the_log_without_a_label_is_measured_with_nulls_and_their_reasons(home: 
     assert nulls, "twelve users do not buy on every surface"
     for figure in figures:
         assert {name for name in figure if figure[name] is None} == set(figure.get("undefined", {}))
+    taught = gemctl("train", "vertical", "--surface", "feed", "--arm", "A1", "--home", str(home), "--json")
+    assert taught.returncode == 1
+    assert "run `gemctl annotate` before training this arm" in only_object(taught.stdout)["error"]["message"]
 
 
 def test_ctrl_c_ends_a_long_command_with_130_and_leaves_no_half_of_a_log(tmp_path: Path) -> None:
     arguments = ["world", "--users", "200000", "--ads", "2000", "--home", str(tmp_path), "--json"]
-    running = subprocess.Popen(
-        _arguments(*arguments), env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    running = subprocess.Popen(  # shells let background jobs, such as these tests may be, ignore Ctrl-C
+        [sys.executable, "-c", heed, *_arguments(*arguments)],
+        env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "tables").exists() and time.monotonic() < deadline:
@@ -227,6 +232,7 @@ def test_ctrl_c_ends_a_long_command_with_130_and_leaves_no_half_of_a_log(tmp_pat
 
 def test_ctrl_c_ends_a_program_that_is_still_starting_with_130() -> None:
     program = "import os, signal, sys\nfrom services.cli import __main__ as gemctl\n" + (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Interrupt:\n    def find_spec(self, name, *rest):\n"
         "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupt())\nsys.argv = ['gemctl', '--help']\ngemctl.main()\n"
