@@ -175,8 +175,10 @@ def _must_be_empty(home: Home) -> None:
 
 
 def _summary(report: Mapping[str, Any]) -> list[Any]:
-    arms = ("FM", "A0", "A1", "A2", "A3")
-    rows = []
+    from services.demo.page import interval
+
+    arms = ["FM", "A0", "A1", "A2", "A3"]
+    rows: list[list[Any]] = []
     for surface, objectives in report["evaluation"].items():
         for objective, by_arm in objectives.items():
             floor = report["bayes"].get(surface, {}).get(objective, {}).get("ne")
@@ -186,6 +188,13 @@ def _summary(report: Mapping[str, Any]) -> list[Any]:
             rows.append([f"{surface} · {objective}", by_arm["FM"]["rows"], *ne, floor, share, *auc])
     head = ["surface · objective", "rows", *(f"NE {a}" for a in arms), "Bayes", "A3 headroom", *(f"AUC {a}" for a in arms)]
     made = [table("Quality on the last day (lower NE is better)", head, rows)]
+    if report["against_control"]:
+        compared = [arm for arm in arms if any(arm in by_arm for by_arm in report["against_control"].values())]
+        against = [
+            [objective, *(interval(by_arm.get(arm, {})) for arm in compared)]
+            for objective, by_arm in report["against_control"].items()
+        ]
+        made.append(table("NE minus A0's on the same rows (95 % over users)", ["objective", *compared], against))
     if report["top_slot_value"]:
         made.append(table("True expected value of the top slot", ["arm", "value"], list(report["top_slot_value"].items())))
     made.append(table("Coverage by level", ["level", "share"], list(report["coverage"].items())))

@@ -139,6 +139,7 @@ def _report(
         "evaluation": evaluation,
         "bayes": floor,
         "headroom": summary.headroom(evaluation, floor),
+        "against_control": summary.against_control(replay, learned),
         "top_slot_value": summary.top_slot(replay, days, learned),
         "coverage": served.coverage(),
         "coverage_over_time": served.coverage_over_time(),

@@ -42,6 +42,7 @@ def render(report: Mapping[str, Any]) -> str:
     """The page as HTML text; needs nothing from elsewhere."""
     sections = [
         ("Quality on the test rows", _quality_table(report) + _figure(_plot_quality(report))),
+        ("What each channel adds to A0", _control_table(report)),
         ("What the top slot is truly worth", _worth_table(report)),
         ("Knowledge levels of scored candidates", _figure(_plot_coverage(report))),
         ("Latency by hop", _latency_table(report) + _figure(_plot_latency(report))),
@@ -77,6 +78,24 @@ def _quality_table(report: Mapping[str, Any]) -> str:
         )
     head = ["surface · objective", "rows", *(f"NE {arm}" for arm in ARMS), "NE Bayes", *(f"AUC {arm}" for arm in ARMS)]
     return _table(head, rows)
+
+
+def _control_table(report: Mapping[str, Any]) -> str:
+    against = report.get("against_control") or {}
+    if not against:
+        return "<p class=note>There is no A0 on the same rows.</p>"
+    arms = [arm for arm in ARMS if any(arm in by_arm for by_arm in against.values())]
+    rows = [[objective, *(interval(by_arm.get(arm, {})) for arm in arms)] for objective, by_arm in against.items()]
+    note = "<p class=note>NE minus A0's on the same rows, with the interval in which 95 % of resampled users leave it.</p>"
+    return note + _table(["objective", *arms], rows)
+
+
+def interval(found: Mapping[str, float | None]) -> str:
+    """A difference and its bounds, as text; a dash where one is undefined."""
+    difference, low, high = (found.get(key) for key in ("difference", "low", "high"))
+    if difference is None or low is None or high is None:
+        return "–"
+    return f"{difference:+.4f} ({low:+.4f} … {high:+.4f})"
 
 
 def _worth_table(report: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from feature_store.replay import Replay
 from model.training import metrics
-from model.training.evaluate import POOLED, Evaluation, Predictions, SliceMetrics
+from model.training.evaluate import POOLED, Evaluation, Predictions, SliceMetrics, compare
 from model.training.metrics import Undefined
 from services.cli.routes import WORTH
 from services.cli.traces import Span, waterfall
@@ -57,6 +57,19 @@ def headroom(evaluation: Mapping[str, Any], floor: Mapping[str, Any]) -> dict[st
                 continue
             shares = {name: (base - m["ne"]) / (base - best) for name, m in arms.items() if m["ne"] is not None}
             out.setdefault(surface, {})[objective] = shares
+    return out
+
+
+def against_control(replay: Replay, learned: Learned) -> dict[str, dict[str, dict[str, float | None]]]:
+    """against_control[objective][arm] = {difference, low, high}: NE minus A0's on identical rows, 95 % over users."""
+    control = learned.predictions.get("A0")
+    out: dict[str, dict[str, dict[str, float | None]]] = {}
+    for name, made in learned.predictions.items():
+        if control is None or name in ("FM", "A0") or len(made.example_id_N) != len(control.example_id_N):
+            continue
+        for (_, objective), found in compare(made, control, (), replay.spec.objectives, num_draws=300).items():
+            interval = {"difference": _plain(found.difference), "low": _plain(found.low), "high": _plain(found.high)}
+            out.setdefault(objective, {})[name] = interval
     return out
 
 

@@ -19,6 +19,7 @@ def _report() -> dict[str, Any]:
         "evaluation": {
             "feed": {"click": arms, "conversion": {"A0": {"ne": None, "auc": None, "rows": 3}}}
         },
+        "against_control": {"click": {"A3": {"difference": -0.0051, "low": -0.0092, "high": -0.0011}}, "conversion": {}},
         "bayes": {"feed": {"click": {"ne": 0.81}}},
         "coverage": {
             "exact": 0.4,
@@ -57,6 +58,11 @@ def test_the_page_shows_the_numbers_and_escapes_names() -> None:
     assert "a &lt;b&gt;world&lt;/b&gt;" in page
     for text in ("0.8800", "0.8100", "0.7200", "9.50", "31,000,000", "router · Rank", "1234"):
         assert text in page
+
+
+def test_what_an_arm_adds_is_shown_with_its_bounds() -> None:
+    assert "-0.0051 (-0.0092 … -0.0011)" in render(_report())
+    assert "There is no A0" in render({**_report(), "against_control": {}})
 
 
 def test_an_undefined_metric_is_a_dash_and_not_a_number() -> None:
