@@ -47,7 +47,7 @@ automountServiceAccountToken: false
 
 {{- define "workload.pdb" -}}
 {{- if or (gt (int .values.replicas) 1) (and (ne .values.autoscaling.by "none") (gt (int .values.autoscaling.min) 1)) }}
-apiVersion: policy/v1
+apiVersion: {{ .root.Capabilities.APIVersions.Has "policy/v1" | ternary "policy/v1" "policy/v1beta1" }}
 kind: PodDisruptionBudget
 metadata:
   name: {{ include "workload.name" . }}
@@ -60,7 +60,7 @@ spec:
 
 {{- define "workload.autoscaler" -}}
 {{- if eq .values.autoscaling.by "cpu" }}
-apiVersion: autoscaling/v2
+apiVersion: {{ .root.Capabilities.APIVersions.Has "autoscaling/v2" | ternary "autoscaling/v2" "autoscaling/v2beta2" }}
 kind: HorizontalPodAutoscaler
 metadata:
   name: {{ include "workload.name" . }}

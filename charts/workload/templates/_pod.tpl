@@ -85,15 +85,27 @@ runtimeClassName: {{ . }}
     {{- end }}
     - { name: metrics, containerPort: {{ .values.ports.metrics }}, protocol: TCP }
   {{- if .values.ports.grpc }}
-  startupProbe: { grpc: { port: {{ .values.ports.grpc }}, service: readiness }, periodSeconds: 5, failureThreshold: {{ div .values.startupSeconds 5 }} }
-  readinessProbe: { grpc: { port: {{ .values.ports.grpc }}, service: readiness }, periodSeconds: 5 }
-  livenessProbe: { grpc: { port: {{ .values.ports.grpc }}, service: liveness }, periodSeconds: 10, failureThreshold: 6 }
+  {{- include "workload.probes" . | nindent 2 }}
   {{- end }}
   resources: {{- toYaml .values.resources | nindent 4 }}
   securityContext: {{- include "workload.containerSecurity" . | nindent 4 }}
   volumeMounts:
     {{- include "workload.mounts" . | nindent 4 }}
     {{- with .extraMounts }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end -}}
+
+{{/* Servers before 1.24 know no gRPC probes: there a pod is ready when its port answers. */}}
+{{- define "workload.probes" -}}
+{{- $port := .values.ports.grpc -}}
+{{- $ready := dict "grpc" (dict "port" $port "service" "readiness") -}}
+{{- $alive := dict "grpc" (dict "port" $port "service" "liveness") -}}
+{{- if semverCompare "<1.24-0" .root.Capabilities.KubeVersion.Version -}}
+{{- $ready = dict "tcpSocket" (dict "port" $port) -}}
+{{- $alive = $ready -}}
+{{- end -}}
+startupProbe: {{- toYaml (merge (dict "periodSeconds" 5 "failureThreshold" (div .values.startupSeconds 5)) $ready) | nindent 2 }}
+readinessProbe: {{- toYaml (merge (dict "periodSeconds" 5) $ready) | nindent 2 }}
+livenessProbe: {{- toYaml (merge (dict "periodSeconds" 10 "failureThreshold" 6) $alive) | nindent 2 }}
 {{- end -}}
 
 {{- define "workload.podSpec" -}}
