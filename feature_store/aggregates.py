@@ -148,7 +148,7 @@ class AggregateSet:
             (index, key)
             for index, group in enumerate(self.groups)
             if not group.per_user
-            for key in dict.fromkeys(_keys(group, surface, ad_ids))
+            for key in dict.fromkeys(keys_of_all(group, surface, ad_ids).tolist())
             if key != ABSENT
         ]
 
@@ -211,7 +211,7 @@ class AggregateSet:
             asked = ad_ids if any(part >= 0 for part in group.parts) else ad_ids[:1]
             absent = _zeros(group.width)
             found = chain.from_iterable(
-                rows.get(key, absent) for key in _keys(group, surface, asked)
+                rows.get(key, absent) for key in keys_of_all(group, surface, asked).tolist()
             )
             slots = np.fromiter(found, dtype=np.float64, count=len(asked) * group.width)
             out[:, self.starts[index] : self.starts[index + 1]] = slots.reshape(-1, group.width)
@@ -339,8 +339,10 @@ def _zeros(width: int) -> Slots:
     return _ZEROS.setdefault(width, [0.0] * width)
 
 
-def _keys(group: Group, surface: int, ad_ids: npt.NDArray[np.int64]) -> list[int]:
-    """Keys of N candidates, as `AggregateSet.key` makes them; ABSENT, which no row has, where a part has no value."""
+def keys_of_all(
+    group: Group, surface: int, ad_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Keys [N] of N candidates [N, A], as `AggregateSet.key` makes them; ABSENT, which no row has, where a part has no value."""
     keys = np.zeros(len(ad_ids), dtype=np.int64)
     absent = np.zeros(len(ad_ids), dtype=bool)
     for number, part in enumerate(group.parts):
@@ -350,8 +352,7 @@ def _keys(group: Group, surface: int, ad_ids: npt.NDArray[np.int64]) -> list[int
             values = np.full(len(ad_ids), surface if surface >= 0 else ABSENT)
         absent |= values == ABSENT
         keys = mix_many(keys, values) if number else values
-    found: list[int] = np.where(absent, ABSENT, keys).tolist()
-    return found
+    return np.where(absent, np.int64(ABSENT), keys)
 
 
 def pack_user(rows: list[dict[int, Slots]], groups: Sequence[Group]) -> bytes:

@@ -17,7 +17,7 @@ import xxhash
 from gem.schema.v1.dataset_spec_pb2 import OWNER_USER
 
 from feature_store.aggregates import AggregateSet, Group
-from feature_store.errors import InvalidInput
+from feature_store.errors import CorruptArtefact, InvalidInput
 from feature_store.ids import ABSENT
 from feature_store.layout import Column, Layout, total_width
 from feature_store.log import DAY_MS, Entities
@@ -148,7 +148,26 @@ def counters_digest(aggregates: AggregateSet) -> int:
 
 def counter_key(digest: int, group: Group, key: int) -> str:
     """Name of a shared counter row."""
-    return f"c/{digest:08x}/{'+'.join(group.by) or 'all'}/{key}"
+    return counter_keys(digest, group, [key])[0]
+
+
+def counter_keys(digest: int, group: Group, keys: Sequence[int]) -> list[str]:
+    """Names of a group's shared counter rows."""
+    prefix = f"c/{digest:08x}/{'+'.join(group.by) or 'all'}/"
+    return [f"{prefix}{key}" for key in keys]
+
+
+def counter_slots(values: Sequence[bytes | None], group: Group) -> npt.NDArray[np.float64]:
+    """Slots [n, width] of stored counter rows, versions and all; zeros for those that are not there.
+
+    Raises:
+        CorruptArtefact: a row has another length.
+    """
+    size = 8 * (1 + group.width)
+    whole = [value or bytes(size) for value in values]
+    if {*map(len, whole)} - {size}:
+        raise CorruptArtefact(f"a counter row by {group.by} is not of {size} bytes; rebuild the counters from the log")
+    return np.frombuffer(b"".join(whole), dtype=np.float64).reshape(-1, 1 + group.width)[:, 1:]
 
 
 def memory_key(space_id: bytes, key: int) -> str:

@@ -121,11 +121,12 @@ class SqliteStore:
             return self._held(db, keys)
 
     def _held(self, db: sqlite3.Connection, keys: Sequence[str]) -> list[bytes | None]:
-        now, found = _now_ms(), {}
+        now, found = _now_ms(), dict[str, bytes]()
         for part in _parts(keys):
-            rows = db.execute(f"SELECT key, value, expires_ms FROM row WHERE key IN ({_marks(part)})", part)
-            found.update({key: value for key, value, expires in rows if expires is None or expires > now})
-        return [found.get(key) for key in keys]
+            live = "(expires_ms IS NULL OR expires_ms > ?)"
+            query = f"SELECT key, value FROM row WHERE key IN ({_marks(part)}) AND {live}"
+            found.update(db.execute(query, [*part, now]).fetchall())
+        return list(map(found.get, keys))
 
     def put_many(self, values: Mapping[str, bytes], *, ttl_ms: int | None = None) -> None:
         """Writes values; they expire after `ttl_ms`."""

@@ -45,8 +45,9 @@ class Limits:
             raise InvalidInput(
                 f"ad {twice!r} is a candidate more than once; send each ad once", ad=twice
             )
-        for ad_id in ad_ids:
-            self.check_id(ad_id, what="ad id")
+        if ad_ids and not (min(map(len, ad_ids)) > 0 and 4 * max(map(len, ad_ids)) <= self.max_id_bytes):
+            for ad_id in ad_ids:
+                self.check_id(ad_id, what="ad id")
 
     def check_count(self, count: int, *, limit: int, what: str) -> None:
         """Refuse more than `limit` of something.

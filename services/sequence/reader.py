@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from gem.schema.v1 import dataset_spec_pb2 as pb
 
-from feature_store.aggregates import AggregateSet, Slots
+from feature_store.aggregates import AggregateSet, Slots, keys_of_all
 from feature_store.asof import Caps
 from feature_store.batch import Array
 from feature_store.errors import CorruptArtefact, FailedPrecondition, InvalidInput
@@ -25,7 +25,8 @@ from feature_store.packing import (
     MEMORY_SPACES_KEY,
     ad_key,
     ad_shape,
-    counter_key,
+    counter_keys,
+    counter_slots,
     counters_digest,
     memory_key,
     past_key,
@@ -119,21 +120,24 @@ class StateReader:
         """Counter states [1 + N, slots]: of the user without an ad, then of every ad."""
         nobody = np.full((1, ad_ids.shape[1]), ABSENT, dtype=np.int64)
         asked = np.concatenate([nobody, ad_ids])
-        shared = self._shared(question.surface, asked)
-        return self._aggregates.snapshots(question.surface, asked, counters, shared)
+        slots = self._aggregates.snapshots(question.surface, asked, counters, [{} for _ in counters])
+        self._fill_shared(question.surface, asked, slots)
+        return slots
 
-    def _shared(self, surface: int, asked: Ints) -> list[dict[int, Slots]]:
-        """Rows of all shared groups that the asked ads need: one multi-get."""
-        groups = self._aggregates.groups
-        places = [place for place in self._aggregates.shared_keys_of_all(surface, asked) if groups[place[0]].width]
-        names = [counter_key(self._digest, groups[index], key) for index, key in places]
+    def _fill_shared(self, surface: int, asked: Ints, slots: npt.NDArray[np.float64]) -> None:
+        """Fills in the slots of all shared groups: one multi-get of the distinct rows."""
+        shared = [(at, group) for at, group in enumerate(self._aggregates.groups) if group.width and not group.per_user]
+        names: list[str] = []
+        parts = []
+        for at, group in shared:
+            keys, of_asked = np.unique(keys_of_all(group, surface, asked), return_inverse=True)
+            parts.append((at, group, slice(len(names), len(names) + len(keys)), of_asked))
+            names += counter_keys(self._digest, group, keys.tolist())
         with span("sequence.counters", rows=len(names)):
-            held = self._store.read_versioned(names)
-        shared: list[dict[int, Slots]] = [{} for _ in groups]
-        for (index, key), row in zip(places, held, strict=True):
-            if row.version:
-                shared[index][key] = np.frombuffer(row.value, dtype=np.float64).tolist()
-        return shared
+            held = self._store.get_many(names)
+        starts = self._aggregates.starts
+        for at, group, own, of_asked in parts:
+            slots[:, starts[at] : starts[at + 1]] = counter_slots(held[own], group)[of_asked]
 
     def _user_tensors(
         self, question: Question, profile: bytes | None, slots: npt.NDArray[np.float64]

@@ -182,8 +182,8 @@ def test_keys_of_several_parts_depend_on_their_order_and_fit_into_64_bits() -> N
     assert len(set(keys)) == len(pairs)
     assert all(key is not None and -(2**63) <= key < 2**63 for key in keys)
     assert keys[0] == counters.key(group, 1, (1, 2)) == mix(1, 2)
-    assert aggregates._keys(group, 0, np.array(pairs)) == keys
-    assert aggregates._keys(group, 0, np.array([(1, ABSENT)])) == [ABSENT]
+    assert aggregates.keys_of_all(group, 0, np.array(pairs)).tolist() == keys
+    assert aggregates.keys_of_all(group, 0, np.array([(1, ABSENT)])).tolist() == [ABSENT]
 
 
 def test_a_user_keeps_the_latest_keys_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 import numpy as np
@@ -61,6 +62,8 @@ def test_what_is_no_int64_id_is_refused_by_name(value: object, words: str) -> No
         to_keys([1, value], ID_TYPE_INT64)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 300
+    with pytest.raises(InvalidInput, match=re.escape(words)):
+        to_keys(["1", value], ID_TYPE_INT64)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,7 @@ def test_arrays_are_refused_like_single_ids(values: np.ndarray, words: str) -> N
 @given(values=st.lists(INT64))
 def test_arrays_and_lists_have_the_same_keys(values: list[int]) -> None:
     assert to_keys(np.array(values, dtype=np.int64), ID_TYPE_INT64).tolist() == to_keys(values, ID_TYPE_INT64).tolist() == values
+    assert to_keys([str(value) for value in values], ID_TYPE_INT64).tolist() == values
 
 
 @given(text=TEXT)

@@ -9,11 +9,13 @@ from gem.schema.v1 import dataset_spec_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feature_store.errors import InvalidInput
+from feature_store.aggregates import Group
+from feature_store.errors import CorruptArtefact, InvalidInput
 from feature_store.ids import ABSENT
 from feature_store.layout import Layout
 from feature_store.log import DAY_MS, Entities
-from feature_store.packing import ad_shape, dequantize_int4, quantize_int4
+from feature_store.online import with_version
+from feature_store.packing import ad_shape, counter_slots, dequantize_int4, quantize_int4
 from feature_store.spec import Spec, parse_yaml
 from feature_store.versions import VersionIndex
 
@@ -83,6 +85,21 @@ def test_what_is_no_row_of_this_shape_is_an_unknown_ad_that_keeps_its_key(value:
     assert ids.tolist() == [[-7, ABSENT]]
     assert np.isnan(dense).all()
     assert known.tolist() == [False]
+
+
+@given(keys=st.lists(st.integers(-(2**62), 2**62), max_size=5, unique=True), data=st.data())
+def test_stored_counter_rows_read_as_their_slots_and_absent_ones_as_zeros(keys: list[int], data: st.DataObject) -> None:
+    group = Group(("ad",), (), (), 3, per_user=False, parts=(0,))
+    there = data.draw(st.lists(st.booleans(), min_size=len(keys), max_size=len(keys)))
+    slots = np.array([[key, key / 3, -key] for key in keys], dtype=np.float64).reshape(-1, 3)
+    stored = [with_version(row.tobytes(), 7) if is_there else None for row, is_there in zip(slots, there, strict=True)]
+    assert np.array_equal(counter_slots(stored, group), np.where(np.array(there, dtype=bool)[:, None], slots, 0.0))
+
+
+def test_a_counter_row_of_another_length_is_damaged() -> None:
+    group = Group(("ad",), (), (), 3, per_user=False, parts=(0,))
+    with pytest.raises(CorruptArtefact, match="not of 32 bytes; rebuild the counters"):
+        counter_slots([bytes(32), bytes(16), bytes(48)], group)
 
 
 def test_no_ads_are_no_rows() -> None:
