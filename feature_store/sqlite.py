@@ -165,7 +165,7 @@ class SqliteStore:
                 for part in _parts(fields):
                     query = f"SELECT field, value FROM wide WHERE key = ? AND field IN ({_marks(part)})"
                     found.update(db.execute(query, [key, *part]).fetchall())
-        return [found.get(field) for field in fields]
+        return list(map(found.get, fields))
 
     def hget_all(self, key: str) -> Mapping[str, bytes]:
         """All fields of a wide row."""

@@ -87,7 +87,7 @@ def follow(settings: LoopFmSettings) -> None:
             batch_requests=settings.batch_requests,
         )  # fmt: skip
         log.info("following")
-        follower.run(stopping)
+        follower.run(stopping, pause_seconds=settings.pause_ms / 1000.0)
 
 
 @contextmanager

@@ -33,6 +33,8 @@ class LoopFmSettings:
     """What a row of a backfill is: `request`, or `impression` for logs whose requests are unknown."""
     batch_requests: int = 64
     """Requests of one forward."""
+    pause_ms: int = 1_000
+    """Pause of a follower after a batch that is not full, in which the next one grows; 0 for none."""
     delay_ms: int = 60_000
     """Median of the simulated delay."""
     pair_delay_ms: int = 2_000
@@ -52,4 +54,6 @@ class LoopFmSettings:
         for name in ("batch_requests", "delay_ms", "pair_delay_ms", "torch_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.pause_ms < 0:
+            raise ValueError(f"pause_ms is {self.pause_ms}; it must not be negative")
         bytes.fromhex(self.loopfm_space)

@@ -54,13 +54,13 @@ class AdGroups:
             return [None] * len(ad_keys)
         now = self._clock()
         with self._lock:
-            found = {
-                ad: known for ad in ad_keys if (known := self._known.get(ad)) and known.until > now
-            }
-        missing = [ad for ad in dict.fromkeys(ad_keys) if ad not in found]
-        if missing:
-            found |= self._fetch(missing, now)
-        return [found[ad].group for ad in ad_keys]
+            held = list(map(self._known.get, ad_keys))
+        if all([known is not None and known.until > now for known in held]):
+            return [known.group for known in held if known is not None]
+        found = dict(zip(ad_keys, held, strict=True))
+        missing = [ad for ad, known in found.items() if known is None or known.until <= now]
+        found |= self._fetch(missing, now)
+        return [known.group if (known := found[ad]) is not None else None for ad in ad_keys]
 
     def _fetch(self, ad_keys: Sequence[int], now: float) -> dict[int, _Known]:
         values = self._store.get_many([ad_key(ad) for ad in ad_keys])

@@ -5,24 +5,32 @@ Knows the spec's id types. Does not know what is stored under a key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from feature_store.ids import key_of
+from gem.schema.v1.dataset_spec_pb2 import IdType
+
+from feature_store.ids import key_of, to_keys
 from feature_store.spec import Spec
 
 
-class Keys(NamedTuple):
-    """Id → key of each entity; both raise InvalidInput for an id that is not written as the spec says."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keys:
+    """Ids → keys of each entity; an id that is not written as its type demands raises InvalidInput."""
 
-    user: Callable[[str], int]
-    ad: Callable[[str], int]
+    user_type: IdType
+    ad_type: IdType
+
+    def user(self, user_id: str) -> int:
+        """Key of a user."""
+        return key_of(user_id, self.user_type)
+
+    def ads(self, ad_ids: Sequence[str]) -> list[int]:
+        """Keys of N ads."""
+        keys: list[int] = to_keys(ad_ids, self.ad_type).tolist()
+        return keys
 
 
 def keys_of(spec: Spec) -> Keys:
     """The keys of a spec."""
-    return Keys(
-        user=partial(key_of, id_type=spec.id_type("user")),
-        ad=partial(key_of, id_type=spec.id_type("ad")),
-    )
+    return Keys(user_type=spec.id_type("user"), ad_type=spec.id_type("ad"))

@@ -140,8 +140,8 @@ class PairReader:
         user_ok = sieve.usable(means[-1:], known[-1:], life.user)
         unreadable = sum(v is not None for v in values) - sieve.known
         usable = np.concatenate([group_ok, user_ok]) & (means["count"] >= life.min_count)
-        position = {group: i for i, group in enumerate(groups)}
-        group_N = np.array([position.get(g, -1) if g is not None else -1 for g in group_keys])
+        position: dict[int | None, int] = {group: i for i, group in enumerate(groups)}
+        group_N = np.array([position.get(group, -1) for group in group_keys], dtype=np.int64)
         return self._read(
             pairs, exact_N, means, StandIn.of(group_N, (group_N >= 0) & usable[group_N], len(groups), usable[-1]),
             as_of_ms, sieve.refused._replace(unreadable=unreadable),

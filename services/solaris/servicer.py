@@ -81,7 +81,8 @@ class SolarisServicer(solaris_service_pb2_grpc.SolarisServiceServicer):
         """
         self._check(request)
         user_key = self._keys.user(request.user_id)
-        ad_keys = [self._keys.ad(ad_id) for ad_id in request.ad_ids]
+        ad_ids = list(request.ad_ids)
+        ad_keys = self._keys.ads(ad_ids)
         read, degraded = self._read(
             request, user_key, ad_keys, budget(context, reserve=self._policy.reserve_seconds)
         )
@@ -89,7 +90,7 @@ class SolarisServicer(solaris_service_pb2_grpc.SolarisServiceServicer):
         if not degraded and request.ad_ids:
             finished = FinishedRead(
                 user_id=request.user_id, user_key=user_key,
-                ad_ids=list(request.ad_ids), ad_keys=ad_keys,
+                ad_ids=ad_ids, ad_keys=ad_keys,
                 as_of_ms=request.as_of_ms, space_id=request.space_id,
                 read=read, traceparent=telemetry.traceparent(),
             )  # fmt: skip

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from gem.solaris.v1.task_pb2 import SpeculationTask
 from prometheus_client import CollectorRegistry
 
 from feature_store.errors import InvalidInput, NotReady, ResourceExhausted
-from feature_store.ids import key_of
 from feature_store.online import OnlineStore, open_store
 from feature_store.streams import Stream, open_stream
 from feature_store.wire import unpack_tensor
@@ -44,7 +42,6 @@ T0 = 1_700_000_000_000
 DIM = 4
 LIVES = Lifetimes()
 SURFACES = ("feed", "reels")
-_KEY = partial(key_of, id_type=ID_TYPE_INT64)
 
 
 @dataclass
@@ -107,7 +104,7 @@ def housed(folder: Path, policy: ReadPolicy) -> Iterator[House]:
     with ThreadPoolExecutor(2) as pool:
         servicer = SolarisServicer(
             PairReader(weather, LIVES), lambda ads: [ad // 10 for ad in ads], stream, aftermath,
-            ledger, keys=Keys(user=_KEY, ad=_KEY), surfaces=SURFACES, pool=pool, policy=policy,
+            ledger, keys=Keys(user_type=ID_TYPE_INT64, ad_type=ID_TYPE_INT64), surfaces=SURFACES, pool=pool, policy=policy,
         )  # fmt: skip
         service = Service(
             messages.DESCRIPTOR.services_by_name["SolarisService"],

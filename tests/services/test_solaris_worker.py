@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from prometheus_client import CollectorRegistry
 
 from feature_store.batch import FIELDS, Array, FeatureBatch, from_tensors
 from feature_store.errors import GemError, InvalidInput, NotReady
-from feature_store.ids import key_of
 from feature_store.online import OnlineStore, open_store
 from feature_store.streams import Stream, open_stream
 from feature_store.tables import Tables
@@ -36,8 +34,7 @@ SPACE = b"space-01"
 T0 = 1_700_000_000_000
 DIM = 4
 LAG_MS = 1_000
-_KEY = partial(key_of, id_type=ID_TYPE_INT64)
-KEYS = Keys(user=_KEY, ad=_KEY)
+KEYS = Keys(user_type=ID_TYPE_INT64, ad_type=ID_TYPE_INT64)
 
 
 def state_batch(
