@@ -100,8 +100,8 @@ class AggregateSet:
         self._objectives = spec.objectives
         self._impression = self._sources.index(IMPRESSION) if IMPRESSION in self._sources else -2
         self.groups = self._compile(spec)
-        self._on_source = [self._plan_source(index) for index in range(len(self._sources))]
-        self._on_objective = [self._plan_objective(name) for name in self._objectives]
+        self.on_source = [self._plan_source(index) for index in range(len(self._sources))]
+        self.on_objective = [self._plan_objective(name) for name in self._objectives]
         self._user_plan = self._plan_read(layout.user_aggregates)
         self._ad_plan = self._plan_read(layout.ad_aggregates)
         self.starts = list(np.cumsum([0, *(group.width for group in self.groups)]))
@@ -157,7 +157,7 @@ class AggregateSet:
     ) -> None:
         """Counts one fact; rows that it needs are made."""
         plan = (
-            self._on_source[fact.source] if fact.source >= 0 else self._on_objective[fact.objective]
+            self.on_source[fact.source] if fact.source >= 0 else self.on_objective[fact.objective]
         )
         event_ms = fact.event_ms
         for index, ones, updates in plan:
@@ -268,7 +268,7 @@ class AggregateSet:
             ),
         )
 
-    def _plan_source(self, source: int) -> _Plan:
+    def _plan_source(self, source: int) -> Plan:
         name = self._sources[source]
 
         def update_of(aggregate: pb.Aggregate) -> Update | None:
@@ -280,7 +280,7 @@ class AggregateSet:
 
         return self._plan(update_of)
 
-    def _plan_objective(self, name: str) -> _Plan:
+    def _plan_objective(self, name: str) -> Plan:
         def update_of(aggregate: pb.Aggregate) -> Update | None:
             if aggregate.objective != name:
                 return None
@@ -292,7 +292,7 @@ class AggregateSet:
 
         return self._plan(update_of)
 
-    def _plan(self, update_of: Callable[[pb.Aggregate], Update | None]) -> _Plan:
+    def _plan(self, update_of: Callable[[pb.Aggregate], Update | None]) -> Plan:
         plan = []
         for index, group in enumerate(self.groups):
             updates = [
@@ -328,7 +328,7 @@ class AggregateSet:
         return plan
 
 
-_Plan = list[tuple[int, list[int], list[tuple[Update, int, float]]]]
+Plan = list[tuple[int, list[int], list[tuple[Update, int, float]]]]
 """Group, slots that grow by one, and updates that are more than that."""
 
 
@@ -340,16 +340,20 @@ def _zeros(width: int) -> Slots:
 
 
 def keys_of_all(
-    group: Group, surface: int, ad_ids: npt.NDArray[np.int64]
+    group: Group, surface: int | npt.NDArray[np.int64], ad_ids: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Keys [N] of N candidates [N, A], as `AggregateSet.key` makes them; ABSENT, which no row has, where a part has no value."""
+    """Keys [N] of N candidates or facts with ids [N, A], on one surface or one each, as `AggregateSet.key` makes them.
+
+    ABSENT, which no row has, where a part has no value.
+    """
     keys = np.zeros(len(ad_ids), dtype=np.int64)
     absent = np.zeros(len(ad_ids), dtype=bool)
     for number, part in enumerate(group.parts):
         if part >= 0:
             values = ad_ids[:, part]
         else:
-            values = np.full(len(ad_ids), surface if surface >= 0 else ABSENT)
+            known = np.where(np.asarray(surface) >= 0, surface, ABSENT)
+            values = np.broadcast_to(known.astype(np.int64), len(ad_ids))
         absent |= values == ABSENT
         keys = mix_many(keys, values) if number else values
     return np.where(absent, np.int64(ABSENT), keys)

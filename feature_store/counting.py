@@ -34,7 +34,9 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class Facts:
+    """Columns [n] of what is counted, in the order in which it counts; `feature_store.aggregates.Fact` has the meanings."""
+
     source: Ints
     objective: Ints
     user_key: Ints
@@ -45,6 +47,15 @@ class _Facts:
 
     def __len__(self) -> int:
         return len(self.event_ms)
+
+    def take(self, rows: slice | npt.NDArray[np.generic]) -> Facts:
+        """Some of them."""
+        return Facts(*(getattr(self, name)[rows] for name in self.__slots__))
+
+    def each(self) -> Iterator[Fact]:
+        """One by one."""
+        columns = (self.source, self.objective, self.user_key, self.surface, self.ad_ids, self.event_ms)
+        return (Fact(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
 
 
 def count(
@@ -57,7 +68,7 @@ def count(
 ) -> Counted:
     """Counters of every impression as they were known at its read time `at_ms` [n], for the ad as it then was [n, A]."""
     aggregates = AggregateSet(spec)
-    facts, rows = _sorted(spec, impressions, events), Rows(len(aggregates.groups))
+    facts, rows = facts_of(spec, impressions, events), Rows(len(aggregates.groups))
     feed = _Feed(aggregates, facts, rows)
     user = np.empty((len(impressions), aggregates.num_user_columns), dtype=np.float32)
     ad = np.empty((len(impressions), aggregates.num_ad_columns), dtype=np.float32)
@@ -82,14 +93,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def counted_until(spec: Spec, impressions: Impressions, events: Events, until_ms: int) -> Rows:
-    """The states of all counters once every fact known at an instant has been applied."""
-    aggregates = AggregateSet(spec)
-    rows = Rows(len(aggregates.groups))
-    _Feed(aggregates, _sorted(spec, impressions, events), rows).advance(until_ms)
-    return rows
 
 
 def _read(
@@ -117,7 +120,7 @@ def _read(
 class _Feed:
     """Facts in their order, applied up to an instant that only grows."""
 
-    def __init__(self, aggregates: AggregateSet, facts: _Facts, rows: Rows) -> None:
+    def __init__(self, aggregates: AggregateSet, facts: Facts, rows: Rows) -> None:
         self._aggregates, self._facts, self._rows = aggregates, facts, rows
         self._at = self._loaded = 0
         self._buffer: list[tuple[Fact, int]] = []
@@ -135,23 +138,12 @@ class _Feed:
 
     def _load(self) -> None:
         part = slice(self._loaded, self._loaded + _CHUNK)
-        facts = self._facts
-        columns = (
-            facts.source,
-            facts.objective,
-            facts.user_key,
-            facts.surface,
-            facts.ad_ids,
-            facts.event_ms,
-        )
-        made = [
-            Fact(*row) for row in zip(*(column[part].tolist() for column in columns), strict=True)
-        ]
-        self._buffer = list(zip(made, facts.available_ms[part].tolist(), strict=True))
+        made = list(self._facts.take(part).each())
+        self._buffer = list(zip(made, self._facts.available_ms[part].tolist(), strict=True))
         self._loaded += len(made)
 
 
-def _sorted(spec: Spec, impressions: Impressions, events: Events) -> _Facts:
+def facts_of(spec: Spec, impressions: Impressions, events: Events) -> Facts:
     """Events, impressions and positive outcomes by (available_ms, event_ms, priority, id).
 
     An outcome comes after every event of the same instant; ids order what is left, and both inputs are sorted by them.
@@ -171,7 +163,7 @@ def _sorted(spec: Spec, impressions: Impressions, events: Events) -> _Facts:
     ranks = np.concatenate([part[-1] for part in parts])
     source, _, _, _, _, event_ms, available = facts
     order = np.lexsort((np.arange(len(source)), ranks, event_ms, available))
-    return _Facts(*(column[order] for column in facts))
+    return Facts(*(column[order] for column in facts))
 
 
 def _of_events(events: Events, priority: Ints) -> tuple[Ints, ...]:

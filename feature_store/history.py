@@ -110,11 +110,10 @@ class Shape:
         lacking = {*(self.dtype.names or ())} - {*_MADE, *columns}
         if lacking:
             raise ValueError(f"columns {sorted(lacking)} are missing; an entry needs them all")
+        high, low = words(names)
+        request = [request_number(name) for name in requests or [""] * len(names)]
         rows = np.zeros(len(names), dtype=self.dtype)
-        rows["high"], rows["low"] = words(names)
-        rows["request"] = [request_number(name) for name in requests or [""] * len(names)]
-        rows["label_ms"] = NEVER
-        for name, values in columns.items():
+        for name, values in {"label_ms": NEVER, "high": high, "low": low, "request": request, **columns}.items():
             rows[name] = values
         return rows
 

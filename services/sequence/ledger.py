@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from feature_store.errors import CorruptArtefact, FailedPrecondition
 
@@ -36,21 +37,33 @@ class Happening:
     """Bit k: objective k's outcome was counted."""
 
 
+def fact_dtype(num_ad_ids: int) -> np.dtype[np.void]:
+    """Of one packed fact."""
+    return np.dtype(
+        [
+            ("name", "V16"),
+            ("event_ms", "<i8"),
+            ("labels", "<u8"),
+            ("source", "<i4"),
+            ("surface", "<i4"),
+            ("ad_ids", "<i8", (num_ad_ids,)),
+        ]
+    )
+
+
+def pack(rows: npt.NDArray[np.void]) -> bytes:
+    """A ledger's bytes from packed facts, oldest first: header (magic, width of a fact, number, checksum), then the newest."""
+    kept = rows[-MAX_FACTS:]
+    body = kept.tobytes()
+    return _HEADER.pack(_MAGIC, kept.dtype.itemsize, len(kept), zlib.crc32(body)) + body
+
+
 class Ledger:
     """One user's recent facts by (source, name)."""
 
     def __init__(self, num_ad_ids: int, *, horizon_ms: int) -> None:
         self._horizon_ms = horizon_ms
-        self._dtype = np.dtype(
-            [
-                ("name", "V16"),
-                ("event_ms", "<i8"),
-                ("labels", "<u8"),
-                ("source", "<i4"),
-                ("surface", "<i4"),
-                ("ad_ids", "<i8", (num_ad_ids,)),
-            ]
-        )
+        self._dtype = fact_dtype(num_ad_ids)
         self.facts: dict[tuple[int, bytes], Happening] = {}
         self._newest_ms = 0
 
@@ -63,7 +76,7 @@ class Ledger:
         return True
 
     def to_bytes(self) -> bytes:
-        """Header (magic, width of a fact, number, checksum), then the facts that are still needed, oldest first."""
+        """The facts that are still needed, oldest first, packed."""
         kept = sorted(
             (
                 (name, fact.event_ms, fact.labels, source, fact.surface, fact.ad_ids)
@@ -71,12 +84,11 @@ class Ledger:
                 if fact.event_ms >= self._newest_ms - self._horizon_ms
             ),
             key=lambda row: (row[1], row[3], row[0]),
-        )[-MAX_FACTS:]
+        )
         rows = np.zeros(len(kept), dtype=self._dtype)
         for column, values in zip(self._dtype.names or (), zip(*kept, strict=True), strict=bool(kept)):
             rows[column] = [np.void(value) for value in values] if column == "name" else values
-        body = rows.tobytes()
-        return _HEADER.pack(_MAGIC, self._dtype.itemsize, len(kept), zlib.crc32(body)) + body
+        return pack(rows)
 
     @classmethod
     def from_bytes(cls, data: bytes, num_ad_ids: int, *, horizon_ms: int, key: str = "") -> Ledger:

@@ -51,8 +51,12 @@ def decode(data: bytes, shape: Shape, aggregates: AggregateSet, *, key: str = ""
 
 
 def encode(past: Past, aggregates: AggregateSet) -> bytes:
-    """The row's bytes: header (magic, digest of the counters, length of the history, checksum), history, counters."""
-    history = past.history.to_bytes()
-    counters = pack_user(past.counters, aggregates.groups)
-    head = _HEADER.pack(_MAGIC, counters_digest(aggregates), len(history), zlib.crc32(counters))
+    """The row's bytes."""
+    return joined(past.history, pack_user(past.counters, aggregates.groups), counters_digest(aggregates))
+
+
+def joined(past: History, counters: bytes, digest: int) -> bytes:
+    """A row's bytes from packed counters: header (magic, their digest, length of the history, checksum), history, counters."""
+    history = past.to_bytes()
+    head = _HEADER.pack(_MAGIC, digest, len(history), zlib.crc32(counters))
     return head + history + counters

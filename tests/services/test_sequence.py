@@ -185,11 +185,13 @@ def test_rows_from_the_log_are_the_rows_that_appending_makes(
     Feed(replay, SPLIT_MS).send(stub, later)
     with open_store(f"sqlite:///{tmp_path / 'other.sqlite'}") as other:
         materialize(replay, other, until_ms=later)
-        names = [name for name in other.find("c/*")]
-        assert len(names) > 100
-        assert sorted(store.find("c/*")) == sorted(names)
-        want = [row.value for row in other.read_versioned(names)]
-        assert [row.value for row in store.read_versioned(names)] == want
+        for kind, least in (("c/*", 100), ("u/*/past", 30), ("u/*/ledger", 20)):
+            names = sorted(other.find(kind))
+            assert len(names) > least
+            assert sorted(store.find(kind)) == names
+            want = dict(zip(names, [row.value for row in other.read_versioned(names)], strict=True))
+            got = dict(zip(names, [row.value for row in store.read_versioned(names)], strict=True))
+            assert [name for name in names if got[name] != want[name]] == []
 
 
 def impression(number: int, *, user: str = "77", ad: str = "2", at: int = SPLIT_MS + 1000) -> Event:
