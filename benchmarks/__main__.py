@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-ALONE = ("kernels",)
+ALONE = ("kernels", "serving")
 
 
 def main() -> int:

@@ -22,6 +22,9 @@ from rich.console import Console
 
 from services.cli.console import table
 
+_FILE_WIDTH = 160
+"""Columns of a table that is not written to a terminal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -74,7 +77,7 @@ def machine() -> dict[str, object]:
 def finish(result: dict[str, Any], *, out: Path | None, columns: list[str], rows: list[list[object]]) -> None:
     """Prints the table and writes the JSON, with command and machine."""
     result |= {"command": " ".join(["python", "-m", *_command()]), "machine": machine(), "written": int(time.time())}
-    Console().print(table(str(result["benchmark"]), columns, rows))
+    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table(str(result["benchmark"]), columns, rows))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1, sort_keys=True, default=_plain) + "\n")

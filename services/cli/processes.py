@@ -201,7 +201,14 @@ def free_base_port(span: int = _SPAN) -> int:
 
 
 def platform(
-    home: Home, ports: Ports, models: Iterable[str], *, foundation: Path, clock: str = "wall", lifetime_factor: float = 1.0
+    home: Home,
+    ports: Ports,
+    models: Iterable[str],
+    *,
+    foundation: Path,
+    clock: str = "wall",
+    lifetime_factor: float = 1.0,
+    store_url: str = "",
 ) -> Platform:
     """The six services over a home's folder.
 
@@ -212,10 +219,11 @@ def platform(
         foundation: folder of the foundation model's artefact.
         clock: `request` lets the times of requests drive the workers, for a replay.
         lifetime_factor: stretches how long pair embeddings live.
+        store_url: the online store; empty for the home's own.
     """
     shared = {
         "GEM_SPEC": str(home.spec_path),
-        "GEM_STORE": home.store_url,
+        "GEM_STORE": store_url or home.store_url,
         "GEM_TABLES": str(home.tables_root),
         "GEM_ROUTES": str(home.routes_path),
         "GEM_SEQUENCE": ports.sequence,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,19 @@ def test_the_quality_benchmark_puts_every_model_on_the_same_rows(tmp_path: Path)
     assert set(pooled) == {"rate", "lightgbm", "din", "foundation"}
     assert len({c["rows"] for c in pooled.values()}) == 1
     assert all(0.5 < c["ne"] < 1.5 for c in pooled.values())
+
+
+@pytest.mark.timeout(300)
+def test_the_serving_benchmark_says_where_a_request_spends_its_time(tmp_path: Path) -> None:
+    if "GEM_SLOW" not in os.environ:
+        pytest.skip("it trains models and starts every service twice, two minutes; set GEM_SLOW to run this")
+    cells = _run("serving", tmp_path / "out.json")["cells"]
+    assert isinstance(cells, list)
+    stores = {"sqlite", "redis"} if shutil.which("redis-server") else {"sqlite"}
+    wanted = {(store, call, size) for store in stores for call in ("Rank", "GetUserState") for size in (1, 200, 1000)}
+    assert {(c["store"], c["call"], c["candidates"]) for c in cells} == wanted
+    assert all(c["errors"] == 0 and 0 < c["p50"] <= c["p99"] for c in cells)
+    assert all(c["p50_low"] <= c["p50"] <= c["p50_high"] for c in cells)
+    ranked = [c for c in cells if c["call"] == "Rank"]
+    assert all(set(c["hop_p50"]) == {"router", "sequence", "solaris", "vertical"} for c in ranked)
+    assert all(sum(c["cpu_share"].values()) == pytest.approx(1.0) for c in cells)
