@@ -2,22 +2,25 @@
 
     python -m benchmarks.kernels --json OUT
 
-Knows shapes. Does not know models. Floor: FLOPs over actual lengths at the machine's matrix-multiplication rate.
+Knows shapes. Does not know models. The rival gets its padded inputs for nothing. GFLOP/s count actual lengths only, and their
+share is of the fastest square matrix product measured here; MB are the tensors that must be read and written once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import alternate, finish, parser
-from model.kernels.block_attention import block_attention, blocks
-from model.kernels.gdpa import ACTIVATIONS, gdpa
-from model.kernels.jagged_attention import jagged_attention
+from model.kernels.block_attention import block_attention, block_attention_flops, blocks
+from model.kernels.gdpa import ACTIVATIONS, gdpa, gdpa_flops
+from model.kernels.jagged_attention import jagged_attention, jagged_attention_flops
 from model.nn.jagged import Jagged, jagged
+from model.training.throughput import measure_ceiling
 
 Run = Callable[[], Tensor]
 HEADS, WIDTH, KEYS, SEEDS, BLOCK = 4, 16, 16, 32, 64
@@ -28,22 +31,51 @@ def main() -> None:
     options = parser(__doc__.split("\n", 1)[0] if __doc__ else "").parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
+    ceiling = measure_ceiling().measured
     rows, cells = [], []
     sizes = ((16, 256),) if options.quick else ((64, 256), (32, 1024), (8, 4096))
     for sequences, longest in sizes:
-        lengths = torch.randint(1, longest + 1, (sequences,), generator=generator)
-        lengths[0] = longest
-        for name, ours, naive in _pairs(lengths, longest, generator):
-            times = alternate({"ours": ours, "padded": naive}, rounds=3 if options.quick else 9)
-            ratio = times["padded"].median / times["ours"].median
-            fill = float(lengths.float().mean() / longest)
-            cells.append({"op": name, "sequences": sequences, "longest": longest, "fill": fill, "times": times, "ratio": ratio})
-            own, other = times["ours"], times["padded"]
-            rows.append(
-                [f"{name} {sequences}×{longest}", fill, own.median * 1e3, (own.high - own.low) * 1e3, other.median * 1e3, ratio]
-            )
-    columns = ["op", "fill", "ours ms", "spread ms", "padded ms", "padded / ours"]
-    finish({"benchmark": "jagged kernels on one thread", "cells": cells}, out=options.json, columns=columns, rows=rows)
+        some = torch.randint(1, longest + 1, (sequences,), generator=generator)
+        some[0] = longest
+        for lengths in (some, torch.full_like(some, longest)):
+            for cell in _cells(lengths, longest, generator, rounds=5 if options.quick else 15):
+                cell["share"] = cell["flops"] / cell["times"]["ours"].median / ceiling
+                cells.append(cell)
+                rows.append(_row(cell))
+    columns = ["op", "fill", "ours ms", "low … high", "padded ms", "low … high", "padded / ours", "MB", "GFLOP/s", "share %"]
+    result = {"benchmark": "jagged kernels on one thread", "cells": cells, "ceiling": ceiling}
+    finish(result, out=options.json, columns=columns, rows=rows)
+
+
+def _cells(lengths: Tensor, longest: int, generator: torch.Generator, *, rounds: int) -> Iterator[dict[str, Any]]:
+    total, width = int(lengths.sum()), HEADS * WIDTH
+    flops = {
+        "gdpa": gdpa_flops(total, KEYS, width),
+        "block attention": block_attention_flops(lengths.tolist(), block=BLOCK, radius=0, width=width),
+        "seed pooling": jagged_attention_flops(total, SEEDS, width),
+    }
+    tokens = {"gdpa": 2 * total + 2 * KEYS * len(lengths), "block attention": 4 * total}
+    tokens["seed pooling"] = 2 * total + SEEDS * (1 + len(lengths))
+    for name, ours, naive in _pairs(lengths, longest, generator):
+        times = alternate({"ours": ours, "padded": naive}, rounds=rounds)
+        yield {
+            "op": name,
+            "sequences": len(lengths),
+            "longest": longest,
+            "fill": total / len(lengths) / longest,
+            "times": times,
+            "ratio": times["padded"].median / times["ours"].median,
+            "flops": flops[name],
+            "bytes": 4 * width * tokens[name],
+        }
+
+
+def _row(cell: dict[str, Any]) -> list[object]:
+    own, other = cell["times"]["ours"], cell["times"]["padded"]
+    spread = [f"{t.low * 1e3:.1f} … {t.high * 1e3:.1f}" for t in (own, other)]
+    name, rate = f"{cell['op']} {cell['sequences']}×{cell['longest']}", cell["flops"] / own.median / 1e9
+    times = [own.median * 1e3, spread[0], other.median * 1e3, spread[1]]
+    return [name, cell["fill"], *times, cell["ratio"], cell["bytes"] / 1e6, rate, 100 * cell["share"]]
 
 
 def _pairs(lengths: Tensor, longest: int, generator: torch.Generator) -> Iterator[tuple[str, Run, Run]]:

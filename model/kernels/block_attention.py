@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.nn.jagged import Jagged, gather, scatter
+from model.nn.jagged import Jagged, collect, inverse, spread
 
 
 class Blocks(NamedTuple):
@@ -24,10 +24,12 @@ class Blocks(NamedTuple):
     radius: int
     total: int
     """B, of all sequences, one sequence after the other."""
-    place: Tensor
-    """[T] place of each token among the B · b of all blocks."""
     visible: Tensor
     """[B, (2r+1) · b] whether a place of the blocks in reach holds a token of the same sequence."""
+    own: tuple[Tensor, Tensor, Tensor]
+    """(place of each token, token of each place, vacant places) among the blocks."""
+    reach: tuple[Tensor, Tensor, Tensor]
+    """The same with `radius` empty blocks before and after."""
 
 
 def blocks(layout: Jagged, *, block: int, radius: int) -> Blocks:
@@ -38,30 +40,29 @@ def blocks(layout: Jagged, *, block: int, radius: int) -> Blocks:
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
     first = counts.cumsum(0) - counts
     number = torch.arange(total, device=device) - first[sequence]
-    reach = torch.arange(-radius * block, (radius + 1) * block, device=device)
-    position = (number * block)[:, None] + reach
+    near = torch.arange(-radius * block, (radius + 1) * block, device=device)
+    position = (number * block)[:, None] + near
     visible = (position >= 0) & (position < lengths[sequence][:, None])
-    return Blocks(
-        block, radius, total, first[layout.sequence] * block + layout.position, visible
-    )
+    place, margin = first[layout.sequence] * block + layout.position, radius * block
+    own = (place, *inverse(place, total * block))
+    reach = (place + margin, *inverse(place + margin, total * block + 2 * margin))
+    return Blocks(block, radius, total, visible, own, reach)
 
 
 def block_attention(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, maps: Blocks) -> Tensor:
     """[T, H, d]; one dense product a block with the blocks in its reach."""
     if not len(q_THd):
         return q_THd
-    q = scatter(q_THd, maps.place, maps.total * maps.block).unflatten(0, (maps.total, maps.block))
+    q = spread(q_THd, *maps.own).unflatten(0, (maps.total, maps.block))
     k, v = _in_reach(k_THd, maps), _in_reach(v_THd, maps)
     mask = maps.visible[:, None, None, :]
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
-    return gather(out.transpose(1, 2).flatten(0, 1), maps.place)
+    return collect(out.transpose(1, 2).flatten(0, 1), *maps.own)
 
 
 def _in_reach(x_THd: Tensor, maps: Blocks) -> Tensor:
     """[B, H, (2r+1) · b, d]: neighbouring blocks lie side by side, so reaches overlap and nothing is copied."""
-    margin = maps.radius * maps.block
-    places = scatter(x_THd, maps.place + margin, maps.total * maps.block + 2 * margin)
-    out: Tensor = _Reach.apply(places, maps.block, maps.radius)
+    out: Tensor = _Reach.apply(spread(x_THd, *maps.reach), maps.block, maps.radius)
     return out
 
 

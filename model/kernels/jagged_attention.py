@@ -23,7 +23,7 @@ def jagged_attention(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagge
         rows = len(bucket.rows)
         q = q_RQHd.expand(rows, -1, -1, -1) if shared else q_RQHd.index_select(0, bucket.rows)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        mask = bucket.valid[:, None, None, :]
+        mask = bucket.valid[:, None, None, :] if rows > 1 else None  # a sequence alone fills its bucket
         reads.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
     order = torch.cat([bucket.rows for bucket in layout.buckets])
     return scatter(torch.cat(reads), order, layout.num_sequences)

@@ -3,7 +3,8 @@
 Knows offsets. Does not know what a token is.
 
 T tokens packed over R sequences, L padded length of a bucket, P padded places of all buckets.
-Sequences are grouped by length so that a bucket wastes less than 30 % of its places.
+Sequences are grouped by length so that a bucket wastes less than 30 % of its places; on a CPU a long one has a bucket of
+its own, which wastes none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+LONG = 512
+"""Tokens from which a sequence is a bucket of its own on a CPU."""
 
 
 class Bucket(NamedTuple):
@@ -35,6 +39,12 @@ class Jagged(NamedTuple):
     buckets: tuple[Bucket, ...]
     place: Tensor
     """[T] where each token lies among the places of all buckets, in bucket order."""
+    token: Tensor
+    """[P] token of each place; any one where there is none."""
+    vacant: Tensor
+    """Places without a token."""
+    straight: bool
+    """Whether tokens lie in the order of places already, none vacant, so that nothing needs to be copied."""
 
     @property
     def num_sequences(self) -> int:
@@ -60,13 +70,23 @@ def jagged(offsets: Tensor) -> Jagged:
         start[rows] = places + longest * torch.arange(len(rows), device=device)
         buckets.append(Bucket(rows, valid))
         places += valid.numel()
-    return Jagged(offsets, sequence, position, tuple(buckets), start[sequence] + position)
+    place = start[sequence] + position
+    straight = len(place) == places and bool((place.diff() > 0).all())
+    return Jagged(offsets, sequence, position, tuple(buckets), place, *inverse(place, places), straight)
+
+
+def inverse(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(token of each of `size` places, places without one) from the place of each token; no place occurs twice."""
+    token = place.new_full((size,), -1)
+    token[place] = torch.arange(len(place), device=place.device)
+    return token.clamp_min(0), torch.nonzero(token < 0).flatten()
 
 
 def pad(values: Tensor, layout: Jagged) -> list[Tensor]:
     """Places [r, L, …] of every bucket from tokens [T, …]; zeros where there is none."""
     sizes = [bucket.valid.numel() for bucket in layout.buckets]
-    parts = scatter(values, layout.place, sum(sizes)).split(sizes)
+    whole = values if layout.straight else spread(values, layout.place, layout.token, layout.vacant)
+    parts = whole.split(sizes)
     return [
         part.unflatten(0, bucket.valid.shape)
         for part, bucket in zip(parts, layout.buckets, strict=True)
@@ -77,7 +97,49 @@ def unpad(parts: list[Tensor], layout: Jagged) -> Tensor:
     """Tokens [T, …] from the places [r, L, …] of every bucket."""
     if not parts:
         raise ValueError("no bucket to take tokens from; a batch without tokens has nothing to unpad")
-    return gather(torch.cat([part.flatten(0, 1) for part in parts]), layout.place)
+    flat = [part.flatten(0, 1) for part in parts]
+    whole = torch.cat(flat) if len(flat) > 1 else flat[0]
+    return whole if layout.straight else collect(whole, layout.place, layout.token, layout.vacant)
+
+
+def spread(values: Tensor, place: Tensor, token: Tensor, vacant: Tensor) -> Tensor:
+    """`scatter` for a map whose inverse is known: reads rows in order of their places, at half the time on a CPU."""
+    out: Tensor = _Spread.apply(values, place, token, vacant)
+    return out
+
+
+def collect(values: Tensor, place: Tensor, token: Tensor, vacant: Tensor) -> Tensor:
+    """`gather` for a map whose inverse is known; its gradient is a `spread`."""
+    out: Tensor = _Collect.apply(values, place, token, vacant)
+    return out
+
+
+class _Spread(torch.autograd.Function):
+    """Transpose of `_Collect`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, place: Tensor, token: Tensor, vacant: Tensor) -> Tensor:
+        ctx.save_for_backward(place, token, vacant)
+        if not len(values):
+            return values.new_zeros(len(token), *values.shape[1:])
+        return values.index_select(0, token).index_fill_(0, vacant, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return collect(gradient, *ctx.saved_tensors), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Transpose of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, place: Tensor, token: Tensor, vacant: Tensor) -> Tensor:
+        ctx.save_for_backward(place, token, vacant)
+        return values.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return spread(gradient, *ctx.saved_tensors), None, None, None
 
 
 def scatter(values: Tensor, index: Tensor, size: int) -> Tensor:
@@ -148,9 +210,12 @@ def only(chosen: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_length(lengths: Tensor) -> list[Tensor]:
-    """Sequences with tokens, grouped so that the shortest of a group is longer than 1/√2 of the longest."""
-    rows = torch.nonzero(lengths).flatten()
-    if not len(rows):
-        return []
+    """Sequences with tokens, grouped so that the shortest of a group is longer than 1/√2 of the longest.
+
+    A CPU takes long ones by themselves: their arithmetic outweighs a call, and one alone needs neither mask nor copy.
+    """
+    alone = lengths >= (LONG if lengths.device.type == "cpu" else 2**62)
+    rows = torch.nonzero((lengths > 0) & ~alone).flatten()
     level = (2 * torch.log2(lengths[rows].double())).ceil().long()
-    return [rows[level == value] for value in level.unique().tolist()]
+    groups = [rows[level == value] for value in level.unique().tolist()]
+    return [*groups, *torch.nonzero(alone).flatten().split(1)] if alone.any() else groups

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EPS = 1e-5
+CACHED = 2**17
+"""Numbers of a part that a core's cache holds while several passes go over it."""
 
 
 def layer_norm(x: Tensor) -> Tensor:
@@ -45,5 +47,9 @@ class _RootMeanSquare(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         normal, scale = ctx.saved_tensors
-        along = (gradient * normal).mean(-1, keepdim=True)
-        return torch.addcmul(gradient, normal, along, value=-1).mul_(scale)
+        out = torch.empty_like(normal)
+        rows = len(normal) if normal.is_cuda else max(1, CACHED * len(normal) // max(1, normal.numel()))
+        for dy, y, s, dx in zip(*(x.split(max(1, rows)) for x in (gradient, normal, scale, out)), strict=True):
+            along = (dy * y).mean(-1, keepdim=True)
+            torch.addcmul(dy, y, along, value=-1, out=dx).mul_(s)
+        return out

@@ -18,14 +18,14 @@ from model.kernels.gdpa import ACTIVATIONS, gdpa, gdpa_reference
 from model.kernels.jagged_attention import jagged_attention, jagged_attention_reference
 from model.nn.embedding import IdEmbeddings, hashed_rows, mix64, mix64_reference
 from model.nn.interaction import MixtureOfWukongExperts, factorization_machine
-from model.nn.jagged import Jagged, jagged, newest, pad, reverse, unpad
-from model.nn.norm import layer_norm, rms_norm
+from model.nn.jagged import LONG, Jagged, jagged, newest, pad, reverse, unpad
+from model.nn.norm import CACHED, layer_norm, rms_norm
 from model.nn.numeric import PiecewiseLinear
 from model.nn.pooling import HierarchicalSeedPooling, SumKronLinear, sum_kron_reference
 from model.nn.shape import DenseColumn, IdColumn
 from model.nn.time import gap_log, rotate, rote_angles, turns
 
-LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65]), min_size=1, max_size=5)
+LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 128]), min_size=1, max_size=5)
 
 
 def layout_of(lengths: list[int]) -> Jagged:
@@ -240,6 +240,42 @@ def test_normalizing_by_the_root_mean_square_has_the_gradient_of_its_formula() -
     plain = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     same_gradients(rms_norm(x), plain, x)
     torch.testing.assert_close(rms_norm(x.detach()), plain.detach())
+
+
+def test_normalizing_many_rows_part_by_part_has_the_gradient_of_the_whole() -> None:
+    x = normal(2500, 4, 16).requires_grad_()
+    assert x.numel() > CACHED
+    same_gradients(rms_norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), x)
+
+
+def test_long_sequences_have_buckets_of_their_own() -> None:
+    made = layout_of([LONG - 1, 3, LONG, 0, LONG + 88])
+    assert [b.rows.tolist() for b in made.buckets if b.valid.shape[1] >= LONG] == [[2], [4]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "straight"), [([LONG - 1, 3, LONG, 0, LONG + 88], False), ([LONG + 9, LONG], True), ([7, 7, 7], True)]
+)
+def test_long_and_equal_sequences_have_the_same_values_and_gradients(lengths: list[int], straight: bool) -> None:
+    layout, total = layout_of(lengths), sum(lengths)
+    assert layout.straight is straight
+    q, k, v = (normal(total, 2, 4, seed=i).requires_grad_() for i in range(3))
+    keys, values = (normal(len(lengths), 3, 2, 4, seed=i).requires_grad_() for i in (3, 4))
+    seeds = normal(1, 3, 2, 4, seed=5).requires_grad_()
+    same_gradients(gdpa(q, keys, values, layout), gdpa_reference(q, keys, values, layout), q, keys, values)
+    same_gradients(jagged_attention(seeds, k, v, layout), jagged_attention_reference(seeds, k, v, layout), seeds, k, v)
+
+
+def test_jagged_operations_have_the_gradients_that_differences_show() -> None:
+    layout = layout_of([2, 0, 3, 1])
+    maps = blocks(layout, block=2, radius=1)
+    q, k, v = (normal(6, 1, 2, seed=i).requires_grad_() for i in range(3))
+    keys, values = (normal(4, 2, 1, 2, seed=i).requires_grad_() for i in (3, 4))
+    seeds = normal(1, 2, 1, 2, seed=5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda q, k, v: gdpa(q, k, v, layout), (q, keys, values))
+    assert torch.autograd.gradcheck(lambda q, k, v: block_attention(q, k, v, maps), (q, k, v))
+    assert torch.autograd.gradcheck(lambda q, k, v: jagged_attention(q, k, v, layout), (seeds, k, v))
+    assert torch.autograd.gradcheck(rms_norm, (q,))
 
 
 def test_blocks_alone_do_not_carry_the_oldest_event_and_the_summary_does() -> None:
