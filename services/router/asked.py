@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gem.router.v1.router_service_pb2 import RankRequest
 
 from feature_store.errors import InvalidInput, UnknownSurface
-from feature_store.ids import key_of
+from feature_store.ids import key_of, to_keys
 from feature_store.spec import Spec
 from services.router import policy
 from services.router.policy import Floats
@@ -58,7 +58,7 @@ def checked(
     if request.top_count < 0:
         raise InvalidInput(f"top_count is {request.top_count}; send 0 for all")
     id_type = spec.id_type("ad")
-    ad_keys = tuple(key_of(ad_id, id_type) for ad_id in ad_ids)
+    ad_keys: tuple[int, ...] = tuple(to_keys(ad_ids, id_type).tolist())
     if len(set(ad_keys)) != len(ad_keys):
         twice = next(ad for ad, key in zip(ad_ids, ad_keys, strict=True) if ad_keys.count(key) > 1)
         raise InvalidInput(f"ad {twice!r} is there in two spellings; send each ad once", ad=twice)
@@ -70,7 +70,7 @@ def checked(
         request_ms=request.request_ms or clock_ms(),
         ad_ids=ad_ids,
         ad_keys=ad_keys,
-        bids=policy.bids_of([(c.ad_id, c.bid) for c in request.candidates]),
+        bids=policy.bids_of(ad_ids, [candidate.bid for candidate in request.candidates]),
         context=dict(request.context),
         top_count=request.top_count or len(ad_ids),
     )

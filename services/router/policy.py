@@ -111,23 +111,34 @@ def rank(
             joint *= np.where(usable, p, 0.0)
         values += weights[name] * joint * bids
     values[~usable] = min(0.0, float(values[usable].min(initial=0.0)))
+    return Ranking(_order(values, usable, ad_ids), values, ~usable)
+
+
+def _order(
+    values: Floats, usable: npt.NDArray[np.bool_], ad_ids: Sequence[str]
+) -> npt.NDArray[np.int64]:
+    """Indices: usable ones first, by value from the largest, equals by ad id."""
+    order = np.lexsort((-values, ~usable))
+    value, good = values[order], usable[order]
+    if not ((value[1:] == value[:-1]) & (good[1:] == good[:-1])).any():
+        return order
     # Python's own comparison of ids: NumPy's ignores trailing NULs, which an id may have.
     keys = list(zip((~usable).tolist(), (-values).tolist(), ad_ids, strict=True))
-    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
-    return Ranking(order, values, ~usable)
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
 
 
-def bids_of(candidates: Sequence[tuple[str, float]]) -> Floats:
-    """[N] bids of (ad id, bid); 0 means 1.
+def bids_of(ad_ids: Sequence[str], bids: Sequence[float]) -> Floats:
+    """[N] bids of N ads; 0 means 1.
 
     Raises:
         InvalidInput: a bid is negative or not finite.
     """
-    for ad_id, bid in candidates:
-        if not math.isfinite(bid) or bid < 0:
-            raise InvalidInput(f"bid of ad {ad_id!r} is {bid}; send a finite number, 0 for none")
-    bids = np.array([bid for _, bid in candidates], dtype=np.float64)
-    return np.where(bids == 0, 1.0, bids)
+    found = np.array(bids, dtype=np.float64)
+    for index in np.flatnonzero(~(np.isfinite(found) & (found >= 0)))[:1].tolist():
+        raise InvalidInput(
+            f"bid of ad {ad_ids[index]!r} is {bids[index]}; send a finite number, 0 for none"
+        )
+    return np.where(found == 0, 1.0, found)
 
 
 def problems_of(

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 from gem.router.v1 import router_service_pb2 as wire
 from gem.router.v1 import router_service_pb2_grpc
 from gem.router.v1.route_table_pb2 import Arm, RouteTable, SurfaceRoutes
@@ -277,39 +276,31 @@ def _describe(asked: Asked, route: Route) -> None:
 def _response(
     asked: Asked, scored: Scored, ranking: Ranking, route_version: int
 ) -> wire.RankResponse:
-    chances = _chances(scored.answer.probabilities, len(asked.ad_ids))
-    values, fallback = ranking.values.tolist(), ranking.fallback.tolist()
-    levels = (scored.inputs.levels + 1).tolist()
-    return wire.RankResponse(
+    response = wire.RankResponse(
         request_id=asked.request_id,
-        ads=[
-            wire.RankedAd(
-                ad_id=asked.ad_ids[index],
-                value=values[index],
-                probabilities=chances[index],
-                level=levels[index],
-                fallback=fallback[index],
-                candidate_index=index,
-            )
-            for index in ranking.order[: asked.top_count].tolist()
-        ],
         degraded=sorted(scored.inputs.degraded),
         arm=scored.arm.name,
         model_version=scored.answer.model_version,
         route_version=route_version,
         trace_id=telemetry.trace_id(),
     )
+    _add_ads(response, asked, scored, ranking)
+    return response
 
 
-def _chances(
-    probabilities: Mapping[str, npt.NDArray[np.float32]], num_candidates: int
-) -> list[dict[str, float]]:
-    """Objective → probability of each candidate, without those that are no numbers: JSON has none for them."""
-    if not probabilities:
-        return [{} for _ in range(num_candidates)]
-    names, columns = list(probabilities), [values.tolist() for values in probabilities.values()]
-    rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-    lacking = ~np.isfinite(np.stack(list(probabilities.values()))).all(axis=0)
-    for index in np.flatnonzero(lacking).tolist():
-        rows[index] = {name: p for name, p in rows[index].items() if math.isfinite(p)}
-    return rows
+def _add_ads(response: wire.RankResponse, asked: Asked, scored: Scored, ranking: Ranking) -> None:
+    """The best candidates in order; probabilities that are no numbers are left out, for JSON has none for them.
+
+    Fields are set one by one: a thousand ads made from keywords and dictionaries took four times as long.
+    """
+    chances = {name: column.tolist() for name, column in scored.answer.probabilities.items()}
+    values, fallback = ranking.values.tolist(), ranking.fallback.tolist()
+    levels = (scored.inputs.levels + 1).tolist()
+    for index in ranking.order[: asked.top_count].tolist():
+        ad = response.ads.add()
+        ad.ad_id, ad.value, ad.level = asked.ad_ids[index], values[index], levels[index]
+        ad.fallback, ad.candidate_index = fallback[index], index
+        probabilities = ad.probabilities
+        for name, column in chances.items():
+            if math.isfinite(column[index]):
+                probabilities[name] = column[index]

@@ -193,11 +193,11 @@ def test_the_order_does_not_depend_on_the_order_asked(
 
 
 def test_a_bid_of_zero_is_one_and_a_bad_bid_is_refused_by_ad() -> None:
-    assert policy.bids_of([("a", 0.0), ("b", 2.5)]).tolist() == [1.0, 2.5]
-    assert policy.bids_of([]).tolist() == []
+    assert policy.bids_of(["a", "b"], [0.0, 2.5]).tolist() == [1.0, 2.5]
+    assert policy.bids_of([], []).tolist() == []
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidInput, match="bid of ad 'b'"):
-            policy.bids_of([("a", 1.0), ("b", bad)])
+            policy.bids_of(["a", "b"], [1.0, bad])
 
 
 # Route tables
