@@ -272,7 +272,9 @@ def test_ports_that_do_not_exist_are_refused(base: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_files_left_here() -> Iterator[None]:
-    before = set(Path.cwd().iterdir())
+def _nothing_is_left_where_it_runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder of its own: others write into the one that tests are started from."""
+    folder = tmp_path_factory.mktemp("here")
+    monkeypatch.chdir(folder)
     yield
-    assert set(Path.cwd().iterdir()) <= before | {Path.cwd() / ".pytest_cache"}
+    assert list(folder.iterdir()) == []
