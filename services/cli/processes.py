@@ -236,6 +236,9 @@ def platform(
         "OMP_NUM_THREADS": "1",
     }
     home.trace_path.mkdir(parents=True, exist_ok=True)
+    # A replay's days pass in minutes: what is written a second late is hours late by the log's clock.
+    replaying = clock == "request"
+    worker_pause, follower_pause = ("0", "200") if replaying else ("250", "1000")
 
     def process(name: str, *arguments: str, listen: str | None = None, **extra: str) -> Process:
         own = {
@@ -253,9 +256,9 @@ def platform(
     made.append(process("solaris", listen=ports.solaris))
     made.append(process("vertical", listen=ports.vertical, GEM_HTTP_LISTEN=f"127.0.0.1:{ports.vertical_http}"))
     made.append(process("router", listen=ports.router))
-    made.append(process("solaris-worker"))
+    made.append(process("solaris-worker", GEM_PAUSE_MS=worker_pause))
     made.append(process("router-sink", listen=ports.sink))
-    made.append(process("loopfm", "--follow"))
+    made.append(process("loopfm", "--follow", GEM_PAUSE_MS=follower_pause))
     return Platform(home, made)
 
 

@@ -64,6 +64,8 @@ class WorkerProcessSettings:
     lag_ms: int = 2_000
     """With clock `request`: simulated milliseconds from a request to its pairs' availability."""
     batch_tasks: int = 16
+    pause_ms: int = 250
+    """Pause after a turn that leaves no full batch, in which the next one grows; 0 for none."""
     max_backlog_tasks: int = 512
     lifetime_factor: float = 1.0
     """Must be the read server's."""

@@ -75,6 +75,7 @@ def build_worker(
         settings=WorkerSettings(
             consumer=settings.consumer,
             batch_tasks=settings.batch_tasks,
+            pause_ms=settings.pause_ms,
             max_backlog_tasks=settings.max_backlog_tasks,
         ),
         clock=clock_of(settings),
