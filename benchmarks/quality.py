@@ -1,4 +1,4 @@
-"""Compares models on the same rows of a real log: base rates, LightGBM with counters, DIN, and the foundation model.
+"""Compares models on the same rows of a real log: base rates, LightGBM, published architectures, and the foundation model.
 
     python -m benchmarks.quality --data kuairand --source DIR --seeds 3 --json OUT
 
@@ -12,6 +12,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ import torch
 from benchmarks.measure import finish, parser
 from feature_store.batch import FeatureBatch, Targets
 from feature_store.importing.kuairand import import_kuairand
+from feature_store.layout import Layout
 from feature_store.replay import Replay
 from feature_store.spec import load_spec
 from feature_store.splits import Splits, day_ms
 from feature_store.tables import Tables
-from model.baselines.din import DeepInterestNetwork, DinConfig
+from model.baselines.frame import Baseline
+from model.baselines.presets import PRESETS
 from model.gem.batch import Batch
+from model.training.base_rates import base_logits
 from model.training.evaluate import Predictions, SliceMetrics, compare, evaluate, predict
 from model.training.fitting import FitConfig, fit
 from model.training.learner import Learner
@@ -37,13 +41,15 @@ from model.training.metrics import Undefined
 from model.training.optimizers import OptimizerConfig
 from model.training.parallel import Processes
 from model.training.quarantine import Quarantine
-from model.training.rows import ReplayRows, spread
+from model.training.rows import ReplayRows
 from model.training.trainer import RunConfig, train
 
 ROOT = Path(__file__).resolve().parents[1]
 ZONE = "Asia/Shanghai"
 BATCH = 256
 """Rows of a neural model's step: of 128, 256 and 512 the best on the validation days for a tiny foundation model; DIN gets the same."""
+QUICK_MS = 3 * 3_600_000
+"""Of each part of a quick run: enough for a few steps."""
 OBJECTIVES = ("click", "long_view", "like")
 BAR = {"click": 0.8465, "long_view": 0.8518}
 """NE of LightGBM with counters measured on these rows outside of this project."""
@@ -86,7 +92,7 @@ def _options() -> argparse.Namespace:
     made.add_argument("--seeds", type=int, default=3, help="runs of every neural model")
     made.add_argument("--preset", default="model.gem.presets:public_s", help="foundation model")
     made.add_argument("--epochs", type=int, default=1, help="passes over the training rows")
-    made.add_argument("--models", default="rate,lightgbm,din,foundation", help="which rows of the table")
+    made.add_argument("--models", default="rate,lightgbm,din,foundation", help=f"rows of the table; also {', '.join(PRESETS)}")
     made.add_argument("--keep", type=Path, help="folder to keep the imported tables in, for the next run")
     return made.parse_args()
 
@@ -101,7 +107,8 @@ def _split(options: argparse.Namespace, folder: Path) -> Split:
     train_to, valid_to, test_to = (
         day_ms(day, zone=ZONE, later=1) for day in (options.train_end, options.valid_end, options.test_end)
     )
-    first = train_to - 86_400_000 // 2 if options.quick else first
+    if options.quick:
+        first, valid_to, test_to = train_to - QUICK_MS, train_to + QUICK_MS, train_to + 2 * QUICK_MS
     cut = Splits(train_from_ms=first, train_to_ms=train_to, valid_to_ms=valid_to, test_to_ms=test_to)
     return Split(replay, (*cut.train, *cut.test))
 
@@ -110,7 +117,7 @@ def _models(options: argparse.Namespace) -> Mapping[str, Fit]:
     known: dict[str, Fit] = {
         "rate": _rate,
         "lightgbm": _lightgbm,
-        "din": lambda split, seed: _din(split, seed, options),
+        **{name: partial(_neural, made, options=options) for name, made in PRESETS.items()},
         "foundation": lambda split, seed: _foundation(split, seed, options),
     }
     return {name: known[name] for name in options.models.split(",")}
@@ -187,10 +194,12 @@ class _TaskCriterion:
         return {"task": masked_bce(logits, torch.from_numpy(targets.labels), torch.from_numpy(targets.label_mask))}
 
 
-def _din(split: Split, seed: int, options: argparse.Namespace) -> Predictions:
+def _neural(made: Callable[[Layout], Baseline], split: Split, seed: int, options: argparse.Namespace) -> Predictions:
     torch.manual_seed(seed)
-    model = DeepInterestNetwork(DinConfig(), split.replay.layout)
-    model.fit_statistics(split.train.batch(part)[0] for part in np.array_split(spread(len(split.train), 20_000), 20))
+    model = made(split.replay.layout)
+    samples = split.train.samples(20_000)
+    model.fit_statistics(batch for batch, _ in samples)
+    model.start_at(base_logits(samples, len(split.replay.spec.surfaces)))
     criterion = _TaskCriterion(model, len(split.replay.spec.objectives))
     learner = Learner(model, criterion, OptimizerConfig(), Processes(), seed=seed)
     fit(
@@ -281,7 +290,6 @@ def _shown(interval: Any) -> str | None:
 
 def _number(value: Any) -> float | None:
     return None if isinstance(value, Undefined) else float(value)
-
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from feature_store.batch import FeatureBatch
 from model.gem.batch import Batch
 from model.gem.config import GemConfig
-from model.gem.foundation import FoundationModel, stream_rows
+from model.gem.foundation import FoundationModel, Tokenizer, stream_rows
 from model.kernels.block_attention import block_attention_flops
 from model.kernels.gdpa import gdpa_flops
 from model.kernels.jagged_attention import jagged_attention_flops
@@ -69,7 +69,8 @@ def flops_by_module(model: FoundationModel, batch: FeatureBatch) -> dict[str, in
     streams = len(counts.streams)
     context = config.user_tokens + 1
     tokens = context + config.ad_tokens
-    flops = {"tokens": _tokens(model, counts)}
+    size = {"requests": counts.requests, "candidates": counts.candidates}
+    flops = {"tokens": token_flops(model.tokens, **size, events=counts.events)}
     for layer in range(config.layers):
         seen = tokens if config.pffn_context == "candidate" else context
         flops[f"layer {layer}"] = _layer(config, layer, tokens, seen, counts)
@@ -85,15 +86,16 @@ def flops_by_module(model: FoundationModel, batch: FeatureBatch) -> dict[str, in
     return flops
 
 
-def _tokens(model: FoundationModel, counts: _Counts) -> int:
-    config, shape, tokens = model.config, model.shape, model.tokens
+def token_flops(tokens: Tokenizer, *, requests: int, candidates: int, events: Ints) -> int:
+    """Forward FLOPs of a tokenizer; `events` are those of each source that are projected."""
+    config, shape = tokens.config, tokens.shape
     width, e = config.width, config.id_width
     user = (len(shape.user_ids) * e + tokens.user_numbers.out_width) * config.user_tokens * width
     ad = (len(shape.ad_ids) * e + tokens.ad_numbers.out_width) * config.ad_tokens * width
     label = len(shape.objectives) * width
     inputs = np.array(tokens.events.in_widths, dtype=np.int64)
-    event = int((counts.events * (inputs * 2 * width + 2 * width**2 + label)).sum())
-    return 2 * (counts.requests * user + counts.candidates * ad + event)
+    event = int((events * (inputs * 2 * width + 2 * width**2 + label)).sum())
+    return 2 * (requests * user + candidates * ad + event)
 
 
 def _layer(config: GemConfig, layer: int, tokens: int, context: int, counts: _Counts) -> int:

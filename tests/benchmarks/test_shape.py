@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from model.baselines.presets import PRESETS
+
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("GEM_DATA", ROOT.parent / "shared" / "data")) / "kuairand"
 
@@ -35,11 +37,13 @@ def test_the_kernels_benchmark_times_both_sides(tmp_path: Path) -> None:
 def test_the_quality_benchmark_puts_every_model_on_the_same_rows(tmp_path: Path) -> None:
     if not DATA.exists():
         pytest.skip(f"real logs are not at {DATA}; set GEM_DATA to run this")
-    result = _run("quality", tmp_path / "out.json", "--source", str(DATA), "--preset", "model.gem.presets:tiny")
+    models = {"rate", "lightgbm", "foundation", *PRESETS}
+    chosen = ["--preset", "model.gem.presets:tiny", "--models", ",".join(sorted(models))]
+    result = _run("quality", tmp_path / "out.json", "--source", str(DATA), *chosen)
     cells = result["cells"]
     assert isinstance(cells, list)
     pooled = {c["model"]: c for c in cells if c["surface"] == "all" and c["objective"] == "click"}
-    assert set(pooled) == {"rate", "lightgbm", "din", "foundation"}
+    assert set(pooled) == models
     assert len({c["rows"] for c in pooled.values()}) == 1
     assert all(0.5 < c["ne"] < 1.5 for c in pooled.values())
 
