@@ -6,8 +6,9 @@ One shape serves both rows that are read per request: the event history (newest 
 LoopFM window (newest impressions, and newest positives however old). What `read` returns at t is what
 `feature_store.asof` says was known at t, as long as a window is not disordered by more than `SPARE` entries.
 
-A row keeps, of every source, the newest impressions + positives + SPARE entries and beyond them the newest positives. So an
-outcome that arrives for an entry that was dropped is lost to the window; `late_positive_dropped` counts them.
+A row keeps, of every source, the newest impressions + positives + SPARE entries and beyond them the newest positives. An
+outcome whose entry is not there waits for it, as an outcome may be known before what it is an outcome of was written. It
+waits in vain if the entry was dropped; `late_positive_dropped` counts these.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,11 @@ Entries = npt.NDArray[np.void]
 SPARE = 32
 """Entries kept beyond a window, so that a read of the recent past, or of a request's own impressions, still fills it."""
 NO_REQUEST = -1
-_HEADER = struct.Struct("<4sIIQI")
-_MAGIC = b"gem1"
+MAX_WAITING = 64
+"""Outcomes of a row that wait for their entries; the oldest gives way."""
+_HEADER = struct.Struct("<4sIIIQI")
+_WAITING = struct.Struct("<iQQiq")
+_MAGIC = b"gem2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,20 +153,40 @@ def memory_shape(num_objectives: int, *, num_bytes: int, caps: Caps) -> Shape:
     )
 
 
+class Waiting(NamedTuple):
+    """A positive outcome whose entry is not there."""
+
+    source: int
+    high: int
+    low: int
+    objective: int
+    available_ms: int
+
+
 class History:
     """One user's row. Cheap to make from bytes, change and turn into bytes again."""
 
     def __init__(
-        self, shape: Shape, rows: Entries | None = None, *, late_positive_dropped: int = 0
+        self, shape: Shape, rows: Entries | None = None, *, waiting: Sequence[Waiting] = (), given_up: int = 0
     ) -> None:
         self.shape = shape
         self.rows: Entries = np.zeros(0, dtype=shape.dtype) if rows is None else rows
         """Kept entries, sorted by (event_ms, priority, id)."""
-        self.late_positive_dropped = late_positive_dropped
-        """Positive outcomes whose entry had been dropped when they came."""
+        self.waiting = list(waiting)
+        """At most MAX_WAITING, in the order they came."""
+        self.given_up = given_up
+        """Outcomes that waited until others took their place."""
+
+    @property
+    def late_positive_dropped(self) -> int:
+        """Positive outcomes whose entry was not there when they came, and has not come since."""
+        return self.given_up + len(self.waiting)
 
     def append(self, entries: Entries) -> int:
-        """Adds entries in any order; one whose (source, id) is there is ignored. Returns how many were new to the row."""
+        """Adds entries in any order; one whose (source, id) is there is ignored. Returns how many were new to the row.
+
+        An entry takes the outcomes that wait for it.
+        """
         known = set(self.rows[_NAME].tolist())
         fresh = []
         for index, name in enumerate(entries[_NAME].tolist()):
@@ -170,13 +194,26 @@ class History:
                 known.add(name)
                 fresh.append(index)
         if fresh:
-            self._keep(np.concatenate([self.rows, entries[fresh]]))
+            self._keep(np.concatenate([self.rows, self._met(entries[fresh])]))
         return len(fresh)
+
+    def _met(self, entries: Entries) -> Entries:
+        """The entries with the outcomes that waited for them."""
+        places = {name: place for place, name in enumerate(entries[_NAME].tolist())} if self.waiting else {}
+        waiting, self.waiting = self.waiting, []
+        for one in waiting:
+            place = places.get((one.source, one.high, one.low))
+            if place is None:
+                self.waiting.append(one)
+            else:
+                known = entries["label_ms"][place]
+                known[one.objective] = min(int(known[one.objective]), one.available_ms)
+        return entries
 
     def label(self, entry_id: bytes, *, source: int, objective: int, available_ms: int) -> bool:
         """Marks an appended entry's outcome as positive from `available_ms` on; the earliest time stands.
 
-        Returns False if the row no longer holds the entry.
+        Returns False if the row does not hold the entry; the outcome waits for it.
         """
         (high,), (low,) = words([entry_id])
         (found,) = np.nonzero(
@@ -185,7 +222,7 @@ class History:
             & (self.rows["source"] == source)
         )
         if not len(found):
-            self.late_positive_dropped += bool(self.shape.windows[source].positives)
+            self._wait(Waiting(source, int(high), int(low), objective, available_ms))
             return False
         rows = self.rows.copy()
         rows["label_ms"][found[0], objective] = min(
@@ -193,6 +230,16 @@ class History:
         )
         self._keep(rows)
         return True
+
+    def _wait(self, new: Waiting) -> None:
+        for place, held in enumerate(self.waiting):
+            if held[:4] == new[:4]:
+                self.waiting[place] = min(held, new)
+                return
+        self.waiting.append(new)
+        if len(self.waiting) > MAX_WAITING:
+            del self.waiting[0]
+            self.given_up += 1
 
     def read(self, at_ms: int, *, request_id: str = "") -> tuple[Entries, npt.NDArray[np.int32]]:
         """What was known at an instant, oldest first, and each entry's known label bits.
@@ -228,13 +275,14 @@ class History:
         self.rows = rows[keep]
 
     def to_bytes(self) -> bytes:
-        """Header (magic, shape, number of entries, late positives dropped, checksum), then the entries."""
-        body = self.rows.tobytes()
+        """Header (magic, shape, numbers of entries, waiting and given up, checksum), the entries, the waiting outcomes."""
+        body = self.rows.tobytes() + b"".join(_WAITING.pack(*one) for one in self.waiting)
         head = (
             _MAGIC,
             self.shape.digest,
             len(self.rows),
-            self.late_positive_dropped,
+            len(self.waiting),
+            self.given_up,
             zlib.crc32(body),
         )
         return _HEADER.pack(*head) + body
@@ -253,17 +301,18 @@ class History:
             raise CorruptArtefact(
                 f"{len(data)} bytes are not a packed history; write the row again"
             )
-        _, digest, count, dropped, checksum = _HEADER.unpack_from(data)
+        _, digest, count, num_waiting, given_up, checksum = _HEADER.unpack_from(data)
         if digest != shape.digest:
             raise FailedPrecondition(
                 f"a packed history has shape {digest:08x}, the spec's is {shape.digest:08x}; rebuild the rows from the log"
             )
-        body = data[_HEADER.size :]
-        if len(body) != count * shape.dtype.itemsize or zlib.crc32(body) != checksum:
+        body, size = data[_HEADER.size :], count * shape.dtype.itemsize
+        if len(body) != size + num_waiting * _WAITING.size or zlib.crc32(body) != checksum:
             raise CorruptArtefact(
                 f"a packed history of {count} entries is damaged; rebuild the row from the log"
             )
-        return cls(shape, np.frombuffer(body, dtype=shape.dtype), late_positive_dropped=dropped)
+        waiting = [Waiting(*one) for one in _WAITING.iter_unpack(body[size:])]
+        return cls(shape, np.frombuffer(body, dtype=shape.dtype, count=count), waiting=waiting, given_up=given_up)
 
 
 def request_number(request_id: str) -> int:

@@ -81,6 +81,7 @@ class Follower:
     def turn(self, *, block_ms: int = 0) -> int:
         """Annotates up to a batch of requests with one forward; returns the items taken."""
         items = self._stream.claim(GROUP, self._consumer, self._batch_requests, block_ms)
+        self._metrics.lag.set(self._stream.lag(GROUP))
         served = [one for one in map(self._parsed, items) if one is not None]
         if served:
             self._annotate(served)

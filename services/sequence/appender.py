@@ -9,6 +9,7 @@ count in the order they come, so a sender appends what has become available, not
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +21,8 @@ from gem.common.v1.event_pb2 import Event, Outcome
 
 from feature_store.aggregates import AggregateSet, Fact, Slots
 from feature_store.asof import Caps
-from feature_store.errors import InvalidInput
-from feature_store.history import Entries, History, event_shape, memory_shape
+from feature_store.errors import CorruptArtefact, FailedPrecondition, InvalidInput
+from feature_store.history import Entries, History, Shape, event_shape, memory_shape
 from feature_store.ids import ABSENT, example_id, key_of
 from feature_store.layout import Layout
 from feature_store.log import copied_dense, copied_ids
@@ -40,6 +41,8 @@ from feature_store.spec import IMPRESSION, Spec
 from services.sequence.ledger import LATENESS_MS, Happening, Ledger
 from services.sequence.past import Past, decode, encode
 
+log = logging.getLogger(__name__)
+
 Read = Callable[[Iterable[str]], dict[str, bytes]]
 
 
@@ -51,6 +54,8 @@ class Appended(NamedTuple):
     duplicates: int
     unknown: int
     """Outcomes without a recent impression, too late for their attribution window, or not positive: none was counted."""
+    waiting: int
+    """Outcomes that came before their entry of a LoopFM memory, which takes them when it comes."""
 
 
 class _Event(NamedTuple):
@@ -91,6 +96,7 @@ class _Attempt:
     outcomes: int = 0
     duplicates: int = 0
     unknown: int = 0
+    waiting: int = 0
 
 
 class Appender:
@@ -127,7 +133,7 @@ class Appender:
             self._add_events(attempt, news)
             self._add_outcomes(attempt, came)
             written = self._count(attempt, read)
-            self._label_memories(attempt.labels)
+            attempt.waiting = self._label_memories(attempt.labels)
             return written
 
         if users:
@@ -135,7 +141,7 @@ class Appender:
             with self._lock:
                 keys = [key(user) for user in users for key in (past_key, ledger_key)]
                 update_many(self._store, keys, change)
-        return Appended(attempt.events, attempt.outcomes, attempt.duplicates, attempt.unknown)
+        return Appended(attempt.events, attempt.outcomes, attempt.duplicates, attempt.unknown, attempt.waiting)
 
     def _events(self, events: Sequence[Event]) -> list[_Event]:
         for event in events:
@@ -300,29 +306,44 @@ class Appender:
             },
         }
 
-    def _label_memories(self, labels: Mapping[int, Sequence[_Outcome]]) -> None:
-        """Outcome bits of LoopFM entries, in every space that has memories. Harmless to repeat, so it comes before the write."""
+    def _label_memories(self, labels: Mapping[int, Sequence[_Outcome]]) -> int:
+        """Outcome bits of LoopFM entries, in every space that has memories; returns how many wait for their entry.
+
+        Harmless to repeat, so it comes before the write.
+        """
+        waiting = 0
         spaces = self._store.hget_all(MEMORY_SPACES_KEY) if labels else {}
         for space, width in spaces.items():
             shape = memory_shape(len(self._spec.objectives), num_bytes=int(width), caps=self._caps)
             for user, outcomes in labels.items():
-                name = memory_key(bytes.fromhex(space), user)
-                (held,) = self._store.read_versioned([name])
-                if not held.version:
-                    continue
-
-                def change(row: bytes, outcomes: Sequence[_Outcome] = outcomes, shape: object = shape) -> bytes:
-                    memory = History.from_bytes(shape, row)  # type: ignore[arg-type]  # bound in the loop
-                    for outcome in outcomes:
-                        memory.label(
-                            outcome.name, source=0, objective=outcome.objective, available_ms=outcome.available_ms
-                        )
-                    return memory.to_bytes()
-
-                update(self._store, name, change, ttl_ms=self._caps.retention_ms)
+                mark = _Mark(shape, outcomes)
+                update(self._store, memory_key(bytes.fromhex(space), user), mark, ttl_ms=self._caps.retention_ms)
+                waiting += mark.waiting
+        return waiting
 
     def _key(self, entity: str, value: str) -> int:
         return key_of(value, self._spec.id_type(entity))
+
+
+class _Mark:
+    """Marks outcomes in a memory's bytes, and counts those without an entry, afresh at every attempt."""
+
+    def __init__(self, shape: Shape, outcomes: Sequence[_Outcome]) -> None:
+        self._shape, self._outcomes = shape, outcomes
+        self.waiting = 0
+
+    def __call__(self, row: bytes) -> bytes:
+        try:
+            memory = History.from_bytes(self._shape, row)
+        except (CorruptArtefact, FailedPrecondition) as error:
+            log.error("a LoopFM memory cannot be marked and is left as it is: %s", error)
+            return row
+        found = [
+            memory.label(each.name, source=0, objective=each.objective, available_ms=each.available_ms)
+            for each in self._outcomes
+        ]
+        self.waiting = len(found) - sum(found)
+        return memory.to_bytes()
 
 
 def horizon_ms(spec: Spec) -> int:

@@ -17,15 +17,24 @@ from feature_store.wire import pack_tensor
 from services.runtime.limits import Limits
 from services.runtime.telemetry import span
 from services.sequence.appender import Appender
+from services.sequence.metrics import SequenceMetrics
 from services.sequence.reader import Question, StateReader
 
 
 class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
     """Serves reads and appends over an online store."""
 
-    def __init__(self, reader: StateReader, appender: Appender, spec: Spec, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        reader: StateReader,
+        appender: Appender,
+        spec: Spec,
+        *,
+        metrics: SequenceMetrics,
+        limits: Limits | None = None,
+    ) -> None:
         self._reader, self._appender, self._spec = reader, appender, spec
-        self._limits = limits or Limits()
+        self._metrics, self._limits = metrics, limits or Limits()
 
     def GetUserState(
         self, request: messages.GetUserStateRequest, context: grpc.ServicerContext
@@ -62,10 +71,12 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
         count = len(request.events) + len(request.outcomes)
         self._limits.check_count(count, limit=self._limits.max_appended_events, what="events and outcomes")
         added = self._appender.append(request.events, request.outcomes)
+        self._metrics.count(added)
         return messages.AppendEventsResponse(
             appended_event_count=added.events,
             appended_outcome_count=added.outcomes,
             duplicate_count=added.duplicates,
+            unknown_outcome_count=added.unknown,
         )
 
     def _question(self, request: messages.GetUserStateRequest) -> Question:

@@ -168,9 +168,28 @@ def test_a_positive_that_comes_after_its_entry_was_dropped_is_counted(
     assert not row.label(name(1), source=0, objective=0, available_ms=9)
     assert row.late_positive_dropped == 1
     assert History.from_bytes(MEMORY, row.to_bytes()).late_positive_dropped == 1
-    plain = History(EVENTS)
-    assert not plain.label(name(1), source=IMPRESSION, objective=0, available_ms=9)
-    assert plain.late_positive_dropped == 0, "no window of positives, nothing lost"
+
+
+def test_an_outcome_that_was_known_before_its_entry_waits_for_it_and_takes_one_place() -> None:
+    row = History(MEMORY)
+    for when in (9, 7, 8):
+        assert not row.label(name(1), source=0, objective=0, available_ms=when)
+    assert len(row.waiting) == row.late_positive_dropped == 1
+    row = History.from_bytes(MEMORY, row.to_bytes())
+    row.append(np.concatenate([remembered(1, 1), remembered(2, 2)]))
+    assert row.waiting == []
+    assert row.late_positive_dropped == 0
+    assert [row.read(at)[1].tolist() for at in (7, 6)] == [[1, 0], [0, 0]]
+
+
+def test_no_more_outcomes_wait_than_a_row_has_room_for_and_the_oldest_is_counted() -> None:
+    row = History(MEMORY)
+    for number in range(history.MAX_WAITING + 2):
+        row.label(name(number), source=0, objective=0, available_ms=9)
+    row = History.from_bytes(MEMORY, row.to_bytes())
+    assert (len(row.waiting), row.given_up) == (history.MAX_WAITING, 2)
+    row.append(np.concatenate([remembered(n, 1 + n) for n in (1, 2)]))
+    assert row.read(99)[1].tolist() == [0, 1], "1 gave way, 2 did not"
 
 
 def test_entries_older_than_the_retention_are_not_read() -> None:
@@ -187,7 +206,7 @@ def deliveries(draw: st.DrawFn) -> tuple[list[Entry], list[tuple[int, Entry, int
     for number in range(draw(st.integers(0, 12))):
         event_ms = draw(st.integers(0, 30))
         available = event_ms + draw(st.sampled_from([0, 0, 2, 11]))
-        known = tuple(draw(st.one_of(st.just(NEVER), st.integers(available, 50))) for _ in range(2))
+        known = tuple(draw(st.one_of(st.just(NEVER), st.integers(event_ms, 50))) for _ in range(2))
         entries.append(
             Entry(name(number), f"r{draw(st.integers(0, 4))}", event_ms, available, False, known)
         )
@@ -309,7 +328,7 @@ def test_damaged_and_foreign_rows_are_refused() -> None:
     for damaged in (
         data[:-1],
         data[:10],
-        b"gem1",
+        b"gem2",
         data[:-1] + bytes([data[-1] ^ 1]),
         b"x" + data[1:],
     ):

@@ -25,11 +25,13 @@ from feature_store.spec import Spec, load_spec
 from feature_store.tables import Tables
 from feature_store.wire import unpack_tensor
 from feature_store.world import DAY_MS, START_MS, WorldConfig, generate
+from services.loopfm.memory import MemoryWriter
 from services.runtime.metrics import CallMetrics
 from services.runtime.server import ServerSettings, Service, running
 from services.sequence.appender import Appender
 from services.sequence.erasure import erase
 from services.sequence.materialize import materialize
+from services.sequence.metrics import SequenceMetrics
 from services.sequence.reader import Question, StateReader
 from services.sequence.servicer import SequenceServicer
 
@@ -58,8 +60,16 @@ def store(tmp_path: Path, replay: Replay) -> Iterator[OnlineStore]:
 
 
 @pytest.fixture
-def stub(store: OnlineStore, spec: Spec) -> Iterator[sequence_service_pb2_grpc.SequenceServiceStub]:
-    servicer = SequenceServicer(StateReader(store, spec), Appender(store, spec), spec)
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def stub(
+    store: OnlineStore, spec: Spec, registry: CollectorRegistry
+) -> Iterator[sequence_service_pb2_grpc.SequenceServiceStub]:
+    metrics = SequenceMetrics(registry)
+    servicer = SequenceServicer(StateReader(store, spec), Appender(store, spec), spec, metrics=metrics)
     service = Service(
         messages.DESCRIPTOR.services_by_name["SequenceService"],
         sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server,
@@ -338,6 +348,48 @@ def test_a_memory_is_read_labelled_by_appended_outcomes_and_a_damaged_one_is_onl
     assert list(answer.missing) == ["loopfm"]
     assert answer.tensors["memory_q"].shape == [0, 4]
     assert answer.tensors["event_ms"].shape == [1]
+
+
+def test_an_outcome_that_comes_before_the_memory_of_its_impression_is_found_in_it_later(
+    store: OnlineStore,
+    stub: sequence_service_pb2_grpc.SequenceServiceStub,
+    spec: Spec,
+    registry: CollectorRegistry,
+) -> None:
+    event = impression(0)
+    shape = memory_shape(len(spec.objectives), num_bytes=4, caps=Caps())
+    writer = MemoryWriter(store, space_id=SPACE, num_objectives=len(spec.objectives), num_bytes=4)
+    append(stub, event)
+    append(stub, click(event))
+    assert registry.get_sample_value("gem_sequence_appended_total", {"what": "waiting"}) == 1
+    name = example_id(event.request_id, int(event.ad_id), event.surface, event.event_ms)
+    at = event.event_ms
+    entry = shape.entries([name], requests=[event.request_id], event_ms=at, available_ms=at, source=0, surface=0, q=7)
+    writer.append(np.array([77]), entry)
+    asked = {"user_id": "77", "surface": "feed", "as_of_ms": SPLIT_MS + 100_000, "loopfm_space_id": SPACE}
+    assert ask(stub, **asked)["memory_labels"].tolist() == [1]
+    assert ask(stub, **{**asked, "as_of_ms": at + 5})["memory_labels"].tolist() == [0]
+
+
+def test_a_damaged_memory_costs_no_outcome(
+    store: OnlineStore, stub: sequence_service_pb2_grpc.SequenceServiceStub, spec: Spec
+) -> None:
+    event = impression(0)
+    append(stub, event)
+    remember(store, spec, event)
+    store.put_many({f"lf/{SPACE.hex()}/77": with_version(b"damaged", 9)})
+    append(stub, click(event))
+    got = ask(stub, user_id="77", surface="feed", as_of_ms=SPLIT_MS + 100_000)
+    assert got["event_labels"].tolist() == [1]
+
+
+def test_an_outcome_of_nothing_that_is_known_is_counted_as_such(
+    stub: sequence_service_pb2_grpc.SequenceServiceStub, registry: CollectorRegistry
+) -> None:
+    request = messages.AppendEventsRequest(outcomes=[click(impression(0))])
+    answer = stub.AppendEvents(request, timeout=5)
+    assert (answer.appended_outcome_count, answer.unknown_outcome_count) == (0, 1)
+    assert registry.get_sample_value("gem_sequence_appended_total", {"what": "unknown"}) == 1
 
 
 def test_erasing_a_user_leaves_nothing_of_them_and_everything_of_others(

@@ -45,7 +45,9 @@ class SinkMetrics:
         self.failed = Counter(
             "gem_sink_failed_batches", "Batches that will be tried again", registry=registry
         )
-        self.lag = Gauge("gem_sink_lag", "Served requests that wait", registry=registry)
+        self.lag = Gauge(
+            "gem_sink_lag", "Served requests that wait; at the stream's length the oldest are lost", registry=registry
+        )
 
 
 class Drain:

@@ -65,11 +65,13 @@ class AppendEventsRequest(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[_event_pb2.Event, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[_event_pb2.Outcome, _Mapping]]] = ...) -> None: ...
 
 class AppendEventsResponse(_message.Message):
-    __slots__ = ("appended_event_count", "appended_outcome_count", "duplicate_count")
+    __slots__ = ("appended_event_count", "appended_outcome_count", "duplicate_count", "unknown_outcome_count")
     APPENDED_EVENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     APPENDED_OUTCOME_COUNT_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_OUTCOME_COUNT_FIELD_NUMBER: _ClassVar[int]
     appended_event_count: int
     appended_outcome_count: int
     duplicate_count: int
-    def __init__(self, appended_event_count: _Optional[int] = ..., appended_outcome_count: _Optional[int] = ..., duplicate_count: _Optional[int] = ...) -> None: ...
+    unknown_outcome_count: int
+    def __init__(self, appended_event_count: _Optional[int] = ..., appended_outcome_count: _Optional[int] = ..., duplicate_count: _Optional[int] = ..., unknown_outcome_count: _Optional[int] = ...) -> None: ...
