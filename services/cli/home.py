@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from feature_store.errors import NotFound
+from feature_store.errors import FailedPrecondition, NotFound
 
 if TYPE_CHECKING:  # Arrow and Delta Lake take half a second to import: help and traces do without them
     from feature_store.spec import Spec
     from feature_store.tables import Tables
 
+_MADE = ("spec.yaml", "tables", "models", "online.sqlite*", "routes.yaml", "traces", "logs", "report.*")
+"""What a platform and its demo leave in a home."""
 DATASETS = Path(__file__).resolve().parents[2] / "feature_store" / "datasets"
 
 
@@ -54,6 +56,23 @@ class Home:
     def trace_path(self) -> Path:
         """Folder of OTLP/JSON lines, one file a service."""
         return self.root / "traces"
+
+    def start_over(self) -> None:
+        """Makes the folder a demo's, and removes what an earlier demo left in it.
+
+        Raises:
+            FailedPrecondition: it holds a platform that no demo made; nothing was removed.
+        """
+        mark = self.root / "made-by-demo"
+        if self.spec_path.exists() and not mark.exists():
+            raise FailedPrecondition(
+                f"{self.root} holds a platform that no demo made, and a demo would write over it; give another --home"
+            )
+        self.root.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        for made in _MADE:
+            for path in self.root.glob(made):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def adopt(self, spec_path: Path) -> None:
         """Makes the folder and copies the spec into it.

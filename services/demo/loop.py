@@ -18,6 +18,7 @@ from feature_store.importing.kuairand import import_kuairand, is_kuairand
 from feature_store.importing.mapped import import_mapped
 from feature_store.online import OnlineStore, open_store
 from feature_store.replay import Replay
+from feature_store.spec import load_spec
 from feature_store.world import generate
 from model.solaris.pair import pair_space_id
 from model.vertical.config import VerticalConfig
@@ -41,7 +42,11 @@ _STORE_SECONDS = 30.0
 
 
 def run_demo(config: DemoConfig, home: Home, console: Console, *, data: Path | None = None) -> dict[str, Any]:
-    """Runs every stage and writes report.json and report.html; returns the report."""
+    """Runs every stage and writes report.json and report.html; returns the report.
+
+    Raises:
+        FailedPrecondition: the home holds a platform that no demo made.
+    """
     stages: dict[str, float] = {}
     with _stage("data", stages):
         replay, rejects = _load(config, home, console, data)
@@ -67,17 +72,19 @@ def run_demo(config: DemoConfig, home: Home, console: Console, *, data: Path | N
 def _load(config: DemoConfig, home: Home, console: Console, data: Path | None) -> tuple[Replay, Mapping[str, int]]:
     kuairand = data is not None and is_kuairand(data)
     own = data / "spec.yaml" if data is not None and not kuairand else None
-    home.adopt(own or DATASETS / ("kuairand.yaml" if kuairand else "world.yaml"))
+    chosen = own or DATASETS / ("kuairand.yaml" if kuairand else "world.yaml")
+    load_spec(chosen)  # a demo that cannot begin removes nothing
+    home.start_over()
+    home.adopt(chosen)
     spec, tables = home.spec(), home.tables()
     rejects: Mapping[str, int] = {}
-    if not tables.exists("impressions"):
-        with console.progress("import" if data else "world") as advance:
-            if data is None:
-                generate(config.world, tables, advance)
-            elif kuairand:
-                rejects = import_kuairand(data, tables, spec, progress=advance).rejects
-            else:
-                rejects = import_mapped(data, tables, spec, progress=advance).rejects
+    with console.progress("import" if data else "world") as advance:
+        if data is None:
+            generate(config.world, tables, advance)
+        elif kuairand:
+            rejects = import_kuairand(data, tables, spec, progress=advance).rejects
+        else:
+            rejects = import_mapped(data, tables, spec, progress=advance).rejects
     return Replay(spec, tables), dict(rejects)
 
 
