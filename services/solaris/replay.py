@@ -266,8 +266,11 @@ def replayed_pairs(replay: Replay, space_id: bytes, *, from_ms: int, dim: int = 
     reader = PairReplay(replay.tables.read("pairs"), space_id=space_id, dim=dim, lifetimes=lifetimes)
     rows = np.flatnonzero(log.event_ms >= from_ms)
     group = column_index(replay.layout.ad_ids, "ad_group")
-    groups = log.ad_ids[rows, group] if group is not None else np.full(len(rows), ABSENT, dtype=np.int64)
-    read = reader.read(log.user_key[rows], log.ad_key[rows], groups, replay.read_ms("request")[rows])
+    ad_key, read_ms = log.ad_key[rows], replay.read_ms("request")[rows]
+    groups = np.full(len(rows), ABSENT, dtype=np.int64)
+    if group is not None:
+        groups = replay.ads.gather_ids(replay.ads.versions.at(ad_key, read_ms), ad_key)[:, group]
+    read = reader.read(log.user_key[rows], ad_key, groups, read_ms)
     out = _blank(len(log), dim)
     out.q[rows], out.scale[rows], out.level[rows], out.meta[rows] = read
     return out

@@ -16,7 +16,11 @@ from feature_store.batch import Array
 from feature_store.errors import InvalidInput
 from feature_store.ids import ABSENT
 from feature_store.online import open_store
+from feature_store.layout import column_index
+from feature_store.replay import Replay
+from feature_store.spec import load_spec
 from feature_store.tables import Tables
+from feature_store.world import DAY_MS, START_MS, WorldConfig, generate
 from services.solaris.lifetimes import (
     HOUR_MS,
     USER_FIELD,
@@ -28,11 +32,12 @@ from services.solaris.lifetimes import (
     row_key,
 )
 from services.solaris.reader import PairReader
-from services.solaris.replay import PairReplay
+from services.solaris.replay import PairReplay, replayed_pairs
 from services.solaris.rows import NO_SURFACE, Pair
 from services.solaris.worker.changes import DeltaChangeLog
 from services.solaris.writer import NewPair, PairWriter
 
+WORLD = Path(__file__).resolve().parents[2] / "feature_store/datasets/world.yaml"
 SPACE, OTHER = b"space-01", b"space-02"
 T0 = 1_700_000_000_000
 DIM = 4
@@ -216,3 +221,40 @@ def test_a_store_filled_from_the_log_serves_what_the_one_that_lived_through_it_s
         assert all(np.array_equal(values, same) for values, same in zip(one.tensors().values(), other.tensors().values(), strict=True))
     lived.close()
     filled.close()
+
+
+def test_every_impression_of_a_log_gets_the_bytes_that_its_request_would_have_been_served(tmp_path: Path) -> None:
+    generate(WorldConfig(users=8, ads=30, days=3, requests_per_user=8), Tables(tmp_path / "tables"))
+    replay = Replay(load_spec(WORLD), Tables(tmp_path / "tables"))
+    log, from_ms = replay.impressions, START_MS + DAY_MS
+    group = replay.ads.gather_ids(replay.ads.versions.at(log.ad_key, log.event_ms), log.ad_key)[:, column_index(replay.layout.ad_ids, "ad_group")]
+    writes = [of_impression(replay, row, int(group[row])) for row in range(0, len(log), 2)]
+    DeltaChangeLog(replay.tables).append(writes)
+    got = replayed_pairs(replay, SPACE, from_ms=from_ms, dim=DIM)
+    read_ms, levels = replay.read_ms("request"), set()
+    waiting = sorted(writes, key=lambda new: new.pair.available_ms)
+    with closing(open_store(f"sqlite:///{tmp_path / 'online.sqlite'}")) as store:
+        writer, reader = PairWriter(store, LIVES, space_id=SPACE, dim=DIM), PairReader(store, LIVES)
+        for row in np.argsort(read_ms, kind="stable").tolist():
+            while waiting and waiting[0].pair.available_ms <= read_ms[row]:
+                writer.write([waiting.pop(0)])
+            asked = (int(log.user_key[row]), [int(log.ad_key[row])], [int(group[row])])
+            served = reader.read(*asked, as_of_ms=int(read_ms[row]), space_id=SPACE, dim=DIM).tensors()
+            if log.event_ms[row] < from_ms:
+                assert got.level[row] == Level.DEFAULT
+                continue
+            levels.add(int(got.level[row]))
+            for name, values in served.items():
+                assert getattr(got, name.removeprefix("pair_"))[row].tobytes() == values[0].tobytes(), name
+    assert levels >= {Level.EXACT, Level.AD_GROUP, Level.USER}
+
+
+def of_impression(replay: Replay, row: int, group: int) -> NewPair:
+    """What a worker writes two seconds and a bit after an ad was shown; no two at once."""
+    log, random = replay.impressions, np.random.default_rng(row)
+    at_ms = int(log.event_ms[row])
+    pair = Pair(
+        space_id=SPACE, model_version="v1", surface=NO_SURFACE, computed_ms=at_ms, available_ms=at_ms + 2_000 + row,
+        scale=0.5, vector=random.integers(-127, 128, DIM).astype(np.int8),
+    )  # fmt: skip
+    return NewPair(int(log.user_key[row]), int(log.ad_key[row]), group, pair)
