@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from feature_store.batch import Array
 from feature_store.errors import InvalidInput
 from feature_store.ids import ABSENT
-from feature_store.online import open_store
 from feature_store.layout import column_index
+from feature_store.online import open_store
 from feature_store.replay import Replay
 from feature_store.spec import load_spec
 from feature_store.tables import Tables
