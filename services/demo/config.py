@@ -36,7 +36,7 @@ SIZES = {
     "small": DemoConfig(
         world=WorldConfig(users=120, ads=150, days=7, requests_per_user=8, dim=4), requests=120, annotated_days=4
     ),
-    "default": DemoConfig(world=WorldConfig(users=1200, ads=500, days=12, requests_per_user=10, dim=4), requests=2500),
+    "default": DemoConfig(world=WorldConfig(users=1200, ads=500, days=12, requests_per_user=10, dim=4), requests=2000),
     "large": DemoConfig(
         world=WorldConfig(users=8000, ads=2000, days=16, requests_per_user=14),
         preset="model.gem.presets:public_s",

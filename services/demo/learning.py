@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -91,13 +92,24 @@ def learn_foundation(
         learned.losses.extend(snapshot.log.losses)
         learned.drift.append(snapshot.drift)
         last = snapshot.annotate_to_ms >= days.end_ms
-        _annotate(replay, pinned, metrics, snapshot, None if last else store, learned, console)
-        if last:
-            _score_and_publish(snapshot, replay, days, models, learned)
+        with _threads(os.cpu_count() or 1):  # nothing is read meanwhile
+            _annotate(replay, pinned, metrics, snapshot, None if last else store, learned)
+            if last:
+                _score_and_publish(snapshot, replay, days, models, learned)
     assert learned is not None
     learned.flops_per_example = flops / 3.0 / max(1.0, rows)
     learned.mfu = flops / max(seconds, 1e-9) / ceiling.measured
     return learned
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def learn_verticals(config: DemoConfig, replay: Replay, days: Days, models: Path, learned: Learned, console: Console) -> None:
@@ -170,7 +182,6 @@ def _annotate(
     snapshot: Snapshot,
     store: OnlineStore | None,
     learned: Learned,
-    console: Console,
 ) -> None:
     memory = None
     if store is not None:

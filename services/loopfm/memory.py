@@ -17,7 +17,7 @@ import numpy.typing as npt
 from feature_store.asof import Caps
 from feature_store.errors import Aborted
 from feature_store.history import Entries, History, memory_shape
-from feature_store.online import OnlineStore
+from feature_store.online import OnlineStore, Versioned
 from feature_store.packing import MEMORY_SPACES_KEY, memory_key
 
 SOURCE = 0
@@ -101,13 +101,19 @@ class MemoryWriter:
     def _try(self, users: Sequence[int], edits: Mapping[int, Edit]) -> list[int]:
         """Reads, edits and writes memories; returns the users whose memory changed in between."""
         keys = [memory_key(self.space_id, user) for user in users]
-        lost = []
+        changes: dict[str, Versioned] = {}
         for user, key, held in zip(users, keys, self._store.read_versioned(keys), strict=True):
             history = History.from_bytes(self.shape, held.value)
             edits[user](history)
-            if not self._store.compare_and_set(key, held.version, history.to_bytes(), ttl_ms=self._ttl_ms):
-                lost.append(user)
-        return lost
+            changes[key] = Versioned(history.to_bytes(), held.version)
+        # All in one transaction, as a rule nobody comes between; if somebody does, only those rows are lost.
+        if self._store.compare_and_set_many(changes, ttl_ms=self._ttl_ms):
+            return []
+        return [
+            user
+            for user, (key, new) in zip(users, changes.items(), strict=True)
+            if not self._store.compare_and_set(key, new.version, new.value, ttl_ms=self._ttl_ms)
+        ]
 
 
 class _Append:
