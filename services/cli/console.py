@@ -84,7 +84,7 @@ def _is_odd(value: object) -> bool:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     """A table whose first column is text and whose others are right-aligned."""
-    made = Table(title=title, title_justify="left", pad_edge=False)
+    made = Table(title=title, title_justify="left", pad_edge=False, min_width=len(title))
     for index, name in enumerate(columns):
         made.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
