@@ -16,18 +16,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from feature_store.batch import FeatureBatch
 from feature_store.layout import Layout
 from model.gem.batch import Batch
 from model.gem.config import GemConfig
-from model.gem.encoder import Sequence
 from model.gem.flops import Ints, token_flops
 from model.gem.foundation import Tokenizer, stream_rows
 from model.gem.heads import ObjectiveHeads
 from model.nn.embedding import IdEmbeddings
-from model.nn.jagged import scatter
+from model.nn.jagged import Jagged, jagged, scatter
 from model.nn.shape import InputShape, input_shape
 
 
@@ -81,15 +81,27 @@ class FrameConfig:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
+class History(NamedTuple):
+    """Events of every request, newest first."""
+
+    values_TD: Tensor
+    layout: Jagged
+    event_ms: Tensor
+
+    def of(self, requests: Tensor) -> History:
+        """The events of some requests."""
+        lengths = self.layout.lengths[requests]
+        layout = jagged(F.pad(lengths.cumsum(0), (1, 0)))
+        rows = self.layout.offsets[requests][layout.sequence] + layout.position
+        return History(self.values_TD.index_select(0, rows), layout, self.event_ms[rows])
+
+
 class Inputs(NamedTuple):
     """A batch as tokens."""
 
     context_RcD: Tensor
     ads_NaD: Tensor
-    history: Sequence
-    """Events newest first."""
-    event_ms: Tensor
-    """[T] in the order of `history`."""
+    history: History
     request_ms: Tensor
     request_N: Tensor
     """Request of each candidate."""
@@ -98,6 +110,21 @@ class Inputs(NamedTuple):
     def candidate_tokens(self) -> Tensor:
         """[N, c + a, D] context and ad tokens of every candidate."""
         return torch.cat([self.context_RcD.index_select(0, self.request_N), self.ads_NaD], dim=1)
+
+    def by_length(self) -> list[tuple[Inputs, Tensor]]:
+        """Parts whose requests have histories of similar length, and the candidates of each."""
+        layout, parts = self.history.layout, []
+        groups = [torch.nonzero(layout.lengths == 0).flatten(), *(bucket.rows for bucket in layout.buckets)]
+        for requests in [group for group in groups if len(group)] or groups[:1]:
+            place = torch.full_like(layout.lengths, -1)
+            place[requests] = torch.arange(len(requests), device=place.device)
+            candidates = torch.nonzero(place[self.request_N] >= 0).flatten()
+            own = Inputs(
+                self.context_RcD.index_select(0, requests), self.ads_NaD.index_select(0, candidates),
+                self.history.of(requests), self.request_ms[requests], place[self.request_N[candidates]],
+            )  # fmt: skip
+            parts.append((own, candidates))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +141,9 @@ class Counts:
 
 class Baseline(nn.Module):
     """Features → `represent` → heads; a subclass says the middle, and how wide it comes out."""
+
+    pads = False
+    """Whether `represent` pads histories to the longest, and had better get similar ones together."""
 
     def __init__(self, config: FrameConfig, layout: Layout, *, represented: int) -> None:
         super().__init__()
@@ -144,14 +174,20 @@ class Baseline(nn.Module):
 
     def inputs(self, batch: Batch) -> Inputs:
         """Tokens of a batch."""
-        context, ads, (history,) = self.tokens(batch, self.embeddings)
+        context, ads, (stream,) = self.tokens(batch, self.embeddings)
         rows, _ = stream_rows(batch, self.shape.streams[0], self.config.max_events)
-        return Inputs(context, ads, history, batch.event_ms[rows], batch.request_ms, batch.request_of_candidate)
+        history = History(stream.values_TD, stream.layout, batch.event_ms[rows])
+        return Inputs(context, ads, history, batch.request_ms, batch.request_of_candidate)
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [N, K]."""
         inputs = self.inputs(batch)
-        logits: Tensor = self.heads(self.represent(inputs), batch.surface.long()[inputs.request_N])[0]
+        if self.pads:
+            parts, candidates = zip(*inputs.by_length(), strict=True)
+            said = scatter(torch.cat([*map(self.represent, parts)]), torch.cat(candidates), len(inputs.request_N))
+        else:
+            said = self.represent(inputs)
+        logits: Tensor = self.heads(said, batch.surface.long()[inputs.request_N])[0]
         return logits
 
 
@@ -161,7 +197,7 @@ def one_stream(shape: InputShape) -> InputShape:
     return dataclasses.replace(shape, sources=sources)
 
 
-def padded(s: Sequence) -> tuple[Tensor, Tensor]:
+def padded(s: History) -> tuple[Tensor, Tensor]:
     """(events [R, L, D] newest first with zeros behind the last, [R, L] whether there is one)."""
     lengths, requests = s.layout.lengths, s.layout.num_sequences
     longest = int(lengths.max()) if requests else 0
@@ -171,7 +207,7 @@ def padded(s: Sequence) -> tuple[Tensor, Tensor]:
     return values.view(requests, longest, s.values_TD.shape[1]), valid
 
 
-def bag(s: Sequence) -> Tensor:
+def bag(s: History) -> Tensor:
     """Mean [R, D] of a request's events, as models without a sequence module read multi-valued features; zeros for none."""
     total = s.values_TD.new_zeros(s.layout.num_sequences, s.values_TD.shape[1])
     return total.index_add(0, s.layout.sequence, s.values_TD) / s.layout.lengths.clamp_min(1)[:, None]

@@ -167,6 +167,7 @@ class HstuNetwork(Baseline):
     """The candidates' rows after all layers."""
 
     config: HstuConfig
+    pads = True
 
     def __init__(self, config: HstuConfig, layout: Layout) -> None:
         super().__init__(config, layout, represented=config.width)
@@ -182,7 +183,7 @@ class HstuNetwork(Baseline):
         values = [inputs.context_RcD.flatten(0, 1), inputs.history.values_TD, self.target(inputs.ads_NaD.flatten(1))]
         where = torch.cat([at.context, at.events, at.candidates])
         x = scatter(torch.cat(values), where, rows * size).view(rows, size, self.config.width)
-        time_ms = request_ms[:, None].repeat(1, size).flatten().index_copy(0, at.events, inputs.event_ms).view(rows, size)
+        time_ms = request_ms[:, None].repeat(1, size).flatten().index_copy(0, at.events, inputs.history.event_ms).view(rows, size)
         related = relations(at, time_ms, self.config)
         for layer in self.layers:
             x = layer(x, related)

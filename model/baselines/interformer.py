@@ -199,6 +199,7 @@ class InterFormerNetwork(Baseline):
     """L layers, both arches reading each other's summary of the layer before; then [X_sum ‖ S_sum] of the last."""
 
     config: InterFormerConfig
+    pads = True
 
     def __init__(self, config: InterFormerConfig, layout: Layout) -> None:
         out = (config.cls_tokens + config.summary_tokens) * config.width

@@ -59,6 +59,7 @@ class TransformerNetwork(Baseline):
     """[context ‖ ad ‖ the candidate's output of the encoder], crossed."""
 
     config: TransformerConfig
+    pads = True
 
     def __init__(self, config: TransformerConfig, layout: Layout) -> None:
         crossed = (config.tokens + 1) * config.width
