@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,8 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from benchmarks.scaling import law, slope_ratio
+from benchmarks.trials import Trial
 from model.baselines.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,3 +66,27 @@ def test_the_serving_benchmark_says_where_a_request_spends_its_time(tmp_path: Pa
     ranked = [c for c in cells if c["call"] == "Rank"]
     assert all(set(c["hop_p50"]) == {"router", "sequence", "solaris", "vertical"} for c in ranked)
     assert all(sum(c["cpu_share"].values()) == pytest.approx(1.0) for c in cells)
+
+
+def test_the_scaling_benchmark_goes_on_from_kept_runs_and_fits_a_law_of_each_model(tmp_path: Path) -> None:
+    arguments = ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.svg")]
+    first = _run("scaling", tmp_path / "out.json", *arguments)
+    assert {"Kunlun", "InterFormer"} == set(first["laws"])  # type: ignore[call-overload]
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+    again = _run("scaling", tmp_path / "again.json", *arguments)
+    assert again["cells"] == first["cells"], "seconds of training and all: nothing was trained twice"
+
+
+def test_the_law_of_a_known_slope_is_found() -> None:
+    random = np.random.default_rng(0)
+    runs = [
+        Trial(f"size {n}", seed, 0.9 - 0.02 * n + 1e-3 * random.normal(), 0.7, 10.0**n, 1.0, 1)
+        for n in range(5)
+        for seed in range(3)
+    ]
+    found = law(runs)
+    assert found.slope == pytest.approx(0.02, abs=1e-3)
+    assert found.low < found.slope < found.high < found.low + 0.002
+    value, low, high = slope_ratio(runs, [dataclasses.replace(run, ne=0.45 + run.ne / 2) for run in runs])
+    assert low < 2.0 < high
+    assert value == pytest.approx(2.0)
