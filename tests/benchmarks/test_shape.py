@@ -38,6 +38,22 @@ def test_the_kernels_benchmark_times_both_sides(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_the_precision_benchmark_sets_formats_and_arms_against_float32(tmp_path: Path) -> None:
+    result = _run("precision", tmp_path / "out.json")
+    cells, errors = result["cells"], result["errors"]
+    assert isinstance(cells, list)
+    assert isinstance(errors, list)
+    for operand in ("weights", "activations", "gradients"):
+        sqnr = {cell["variant"]: cell["sqnr"] for cell in errors if cell["operand"] == operand}
+        finer = ("bfloat16", "E4M3, 32×32, up", "E4M3, 32×32, up, stochastic", "E5M2, 32×32, up, stochastic")
+        assert sorted(finer, key=lambda name: -sqnr[name]) == list(finer)
+    read = [cell for cell in cells if cell["arm"] == "float32, read as 1×32"]
+    plain = [cell for cell in cells if cell["arm"] == "float32"]
+    assert len(read) == len(plain) == 3
+    assert all(a["ne"] == pytest.approx(b["ne"], abs=0.01) for a, b in zip(read, plain, strict=True))
+
+
+@pytest.mark.timeout(300)
 def test_the_quality_benchmark_puts_every_model_on_the_same_rows(tmp_path: Path) -> None:
     if not DATA.exists():
         pytest.skip(f"real logs are not at {DATA}; set GEM_DATA to run this")
@@ -90,3 +106,10 @@ def test_the_law_of_a_known_slope_is_found() -> None:
     value, low, high = slope_ratio(runs, [dataclasses.replace(run, ne=0.45 + run.ne / 2) for run in runs])
     assert low < 2.0 < high
     assert value == pytest.approx(2.0)
+
+
+def test_the_ablation_benchmark_scores_every_variant_on_the_same_rows(tmp_path: Path) -> None:
+    cells = _run("ablation", tmp_path / "out.json")["cells"]
+    assert isinstance(cells, list)
+    assert len({tuple(c["ne"]) for c in cells}) == len(cells) == 10, "no variant is another one"
+    assert all(c["low"] <= c["high"] and 0.5 < c["ne"][0] < 1.5 for c in cells)

@@ -1,0 +1,255 @@
+"""Takes parts of the foundation model away, one at a time, and says what each was worth, on a generated world.
+
+    python -m benchmarks.ablation --runs DIR --seeds 3 --json OUT
+
+Knows which module stands for which part: variants are made from outside, the model has no switch for them. Does not know
+training. Runs lie in DIR: the same command goes on where it was stopped. The world's functional form is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import finish, parser
+from benchmarks.trials import OBJECTIVE, WORLD, Trial, Trials
+from feature_store.layout import Layout
+from feature_store.spec import Spec, load_spec
+from feature_store.world import WorldConfig
+from model.gem.config import GemConfig
+from model.gem.encoder import KunlunLayer, PersonalizedFeedForward, StreamLayer
+from model.gem.encoder import Sequence as Events
+from model.gem.foundation import FoundationModel
+from model.kernels.gdpa import gdpa
+from model.kernels.jagged_attention import jagged_attention
+from model.nn.jagged import Jagged
+from model.nn.norm import layer_norm, rms_norm
+from model.training.evaluate import POOLED, Predictions, compare
+from model.training.metrics import Undefined
+
+Part = TypeVar("Part", bound=nn.Module)
+SIZE = WorldConfig(users=600, ads=400, days=8, dim=4)
+LONGEST = sum(source.max_length for source in load_spec(WORLD).message.event_sources)
+"""Events of a request at most: one block of them all is full attention."""
+QUICK = WorldConfig(users=16, ads=40, days=3, requests_per_user=4, dim=4)
+CONFIG = GemConfig(
+    width=32, heads=2, layers=4, seeds=32, sequence_tokens=8, rank=8, hidden=128, experts=2, factor_tokens=8, linear_tokens=8,
+    block=16, radius=1,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A model that lacks something."""
+
+    make: Callable[[Layout], FoundationModel]
+    published: str = ""
+    """What its NE minus the whole model's is, says the paper: + worse, ≈ equal, with the figure where there is one."""
+    counted: bool = False
+    """The analytic FLOPs are its own: a configuration says all that it is."""
+
+
+def main() -> None:
+    """Trains what is missing and prints what each part was worth."""
+    options = _options()
+    with tempfile.TemporaryDirectory() as folder:
+        trials = Trials(options.runs or Path(folder), QUICK if options.quick else SIZE)
+        names = [name for name in VARIANTS if not options.variants or name in options.variants.split(",")]
+        seeds = range(1 if options.quick else options.seeds)
+        runs: dict[str, list[Trial]] = {name: [] for name in names}
+        for seed in seeds:  # seed by seed: a stopped benchmark has comparable runs of all
+            for name in names:
+                runs[name].append(trials.run(name.replace(" ", "-"), seed, VARIANTS[name].make))
+        rows, cells = _compared(trials, runs)
+        bayes = trials.bayes
+    result = {
+        "benchmark": "ablation on a generated world", "cells": cells, "bayes": bayes, "config": asdict(CONFIG),
+        "world": asdict(trials.world), "seeds": len(seeds), "quick": options.quick,
+    }  # fmt: skip
+    columns = ["variant", "NE", "±", "NE − whole", "95 % over users", "published", "MFLOP an example", "examples a second"]
+    finish(result, out=options.json, columns=columns, rows=rows)
+
+
+def _options() -> argparse.Namespace:
+    made = parser(__doc__.split("\n", 1)[0] if __doc__ else "")
+    made.add_argument("--runs", type=Path, help="folder that keeps runs; without it nothing is kept")
+    made.add_argument("--seeds", type=int, default=3, help="runs of each variant")
+    made.add_argument("--variants", help=f"names, separated by commas; all if not given: {', '.join(VARIANTS)}")
+    return made.parse_args()
+
+
+def _compared(
+    trials: Trials, runs: Mapping[str, Sequence[Trial]]
+) -> tuple[list[list[object]], list[dict[str, object]]]:
+    base = _ensemble(trials, runs[WHOLE])
+    spec, rows, cells = trials.replay.spec, [], []
+    for name, own in runs.items():
+        found = compare(_ensemble(trials, own), base, spec.surfaces, spec.objectives)[POOLED, OBJECTIVE]
+        low, high = (None if isinstance(end, Undefined) else float(end) for end in (found.low, found.high))
+        ne = [run.ne for run in own]
+        worth = float(np.median([run.ne - whole.ne for run, whole in zip(own, runs[WHOLE], strict=True)]))
+        speed = float(np.median([run.rows / run.seconds for run in own]))
+        shown = "–" if name == WHOLE or low is None else f"{low:+.4f} … {high:+.4f}"
+        flops = own[0].flops if VARIANTS[name].counted else None
+        rows.append([
+            name, float(np.median(ne)), (max(ne) - min(ne)) / 2, worth, shown, VARIANTS[name].published,
+            flops and flops / 1e6, speed,
+        ])  # fmt: skip
+        cells.append({"variant": name, "ne": ne, "minus_whole": worth, "low": low, "high": high, "flops": flops, "speed": speed})
+    return rows, cells
+
+
+def _ensemble(trials: Trials, runs: Sequence[Trial]) -> Predictions:
+    """Mean probability over seeds: what intervals over users compare."""
+    made = [trials.predictions(run) for run in runs]
+    return made[0]._replace(probabilities_NK=np.mean([one.probabilities_NK for one in made], axis=0))
+
+
+def configured(layout: Layout, **changes: object) -> FoundationModel:
+    """The whole model, or one that a configuration can express."""
+    return FoundationModel(dataclasses.replace(CONFIG, **changes), layout)  # type: ignore[arg-type]  # checked by it
+
+
+def one_way(layout: Layout) -> FoundationModel:
+    """Sequences inform tokens; nothing informs sequences: no PFFN."""
+    model = configured(layout)
+    for stream in _of(model, StreamLayer):
+        stream.pffn = None
+    return model
+
+
+def separate(layout: Layout) -> FoundationModel:
+    """Tokens and sequences meet in the heads only."""
+    model = one_way(layout)
+    for layer in _of(model, KunlunLayer):
+        layer.add_module("interaction", Blind(layer.interaction, CONFIG.summary_tokens))
+    return model
+
+
+def sole(layout: Layout) -> FoundationModel:
+    """No sequences at all: what tokens and counters know."""
+    model = separate(layout)
+    for layer in _of(model, KunlunLayer):
+        layer.poolings = nn.ModuleList(Silent(CONFIG.sequence_tokens) for _ in layer.poolings)
+    for stream in _of(model, StreamLayer):
+        stream.attention = None
+    model.reads = nn.ModuleList(Silent(0) for _ in model.reads)
+    return model
+
+
+def pooled_by_attention(layout: Layout) -> FoundationModel:
+    """PMA in place of HSP: as many seeds as summary tokens, nothing to compress."""
+    model = configured(layout)
+    for layer in _of(model, KunlunLayer):
+        layer.poolings = nn.ModuleList(PooledByAttention(CONFIG) for _ in layer.poolings)
+    return model
+
+
+def linear_pffn(layout: Layout) -> FoundationModel:
+    """GDPA without its activation: the per-request weights are one matrix, not two with a bend between."""
+    model = configured(layout)
+    for stream in _of(model, StreamLayer):
+        if stream.pffn is not None:
+            stream.pffn = LinearPffn(CONFIG.width, CONFIG.heads)
+    return model
+
+
+def unmerged(layout: Layout) -> FoundationModel:
+    """A stream of events for every source, in place of one."""
+    message = load_spec(WORLD).message
+    for source in message.event_sources:
+        source.merge_group = source.name
+    return FoundationModel(CONFIG, Layout(Spec(message)))
+
+
+def _of(model: nn.Module, kind: type[Part]) -> list[Part]:
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+class Blind(nn.Module):
+    """An interaction that sees zeros behind the first `seen` tokens."""
+
+    def __init__(self, interaction: nn.Module, seen: int) -> None:
+        super().__init__()
+        self.interaction, self.seen = interaction, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the interaction's."""
+        made: Tensor = self.interaction(torch.cat([x[:, : self.seen], torch.zeros_like(x[:, self.seen :])], dim=1))
+        return made
+
+
+class Silent(nn.Module):
+    """Zeros in place of a pooling, of `tokens` tokens, or of a candidate's read, of none."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def forward(self, x: Tensor, *rest: Jagged | Events | Tensor) -> Tensor:
+        """[R, K, D] or [N, D]"""
+        if not self.tokens:
+            return torch.zeros_like(x)
+        (layout,) = rest
+        assert isinstance(layout, Jagged)
+        return x.new_zeros(layout.num_sequences, self.tokens, x.shape[1])
+
+
+class PooledByAttention(nn.Module):
+    """Pooling by multi-head attention: learned queries, one a summary token (Set Transformer)."""
+
+    def __init__(self, config: GemConfig) -> None:
+        super().__init__()
+        width, self.heads = config.width, config.heads
+        self.seeds = nn.Parameter(torch.randn(config.sequence_tokens, width) * width**-0.5)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key_value = nn.Linear(width, 2 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, s_TD: Tensor, layout: Jagged) -> Tensor:
+        """[R, K, D]"""
+        seeds = self.query(rms_norm(self.seeds)).unflatten(-1, (self.heads, -1))[None]
+        k, v = self.key_value(rms_norm(s_TD)).unflatten(-1, (2 * self.heads, -1)).chunk(2, dim=1)
+        return rms_norm(self.out(jagged_attention(seeds, k, v, layout).flatten(2)) + self.seeds)
+
+
+class LinearPffn(PersonalizedFeedForward):
+    """The same block around a product without an activation."""
+
+    def forward(self, s_TD: Tensor, summary_RMD: Tensor, layout: Jagged) -> Tensor:
+        """[T, D]"""
+        normal = layer_norm(s_TD)
+        k = rms_norm(self.key(summary_RMD).unflatten(-1, (self.heads, -1)))
+        v = self.value(summary_RMD).unflatten(-1, (self.heads, -1))
+        q = rms_norm(normal.view(len(normal), self.heads, -1))
+        return rms_norm(gdpa(q, k, v, layout, activation="identity").flatten(1) + normal) + s_TD
+
+
+WHOLE = "bidirectional"
+VARIANTS: dict[str, Variant] = {
+    WHOLE: Variant(configured, counted=True),
+    "one-way": Variant(one_way, "+"),
+    "separate": Variant(separate, "+, more than one-way"),
+    "sole": Variant(sole, "+, most"),
+    "PMA for HSP": Variant(pooled_by_attention, "+0.08 %"),
+    "linear PFFN": Variant(linear_pffn, "+0.04 %"),
+    "full attention": Variant(partial(configured, block=LONGEST, radius=0), "≈ (0.02 %)", counted=True),
+    "no CompSkip": Variant(partial(configured, schedule="full"), "≈ (0.02 %)", counted=True),
+    "candidate context": Variant(partial(configured, pffn_context="candidate"), "none: our own choice", counted=True),
+    "separate sequences": Variant(unmerged, "+0.02 %", counted=True),
+}
+"""What the published ablations of Kunlun and InterFormer take away, and the one decision that is ours."""
+
+
+if __name__ == "__main__":
+    main()
