@@ -19,6 +19,8 @@ from model.kernels.gdpa import gdpa_flops
 from model.kernels.jagged_attention import jagged_attention_flops
 
 Ints = npt.NDArray[np.int64]
+PART = " · "
+"""Between a layer's name and its part's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,15 @@ def forward_flops(model: FoundationModel, batch: FeatureBatch) -> float:
 
 def flops_by_module(model: FoundationModel, batch: FeatureBatch) -> dict[str, int]:
     """FLOPs of the tokens, of each layer, of the candidates' read and of the heads."""
+    flops: dict[str, int] = {}
+    for name, count in flops_by_part(model, batch).items():
+        module = name.partition(PART)[0]
+        flops[module] = flops.get(module, 0) + count
+    return flops
+
+
+def flops_by_part(model: FoundationModel, batch: FeatureBatch) -> dict[str, int]:
+    """The same with every layer's parts by themselves, as `layer 0 · pooling`."""
     config, counts = model.config, _counted(model, batch)
     streams = len(counts.streams)
     context = config.user_tokens + 1
@@ -73,7 +84,8 @@ def flops_by_module(model: FoundationModel, batch: FeatureBatch) -> dict[str, in
     flops = {"tokens": token_flops(model.tokens, **size, events=counts.events)}
     for layer in range(config.layers):
         seen = tokens if config.pffn_context == "candidate" else context
-        flops[f"layer {layer}"] = _layer(config, layer, tokens, seen, counts)
+        parts = _layer(config, layer, tokens, seen, counts)
+        flops |= {f"layer {layer}{PART}{name}": count for name, count in parts.items()}
         tokens = config.factor_tokens + config.linear_tokens
     width = config.width
     flops["candidate read"] = (
@@ -98,25 +110,26 @@ def token_flops(tokens: Tokenizer, *, requests: int, candidates: int, events: In
     return 2 * (requests * user + candidates * ad + event)
 
 
-def _layer(config: GemConfig, layer: int, tokens: int, context: int, counts: _Counts) -> int:
+def _layer(config: GemConfig, layer: int, tokens: int, context: int, counts: _Counts) -> dict[str, int]:
     parts, width, streams = config.parts(layer), config.width, len(counts.streams)
     summaries = streams * config.sequence_tokens
-    total = _weight_gen(config, counts.candidates, tokens)
-    total += _interaction(config, counts.candidates, summaries)
+    flops = {
+        "candidate summary": _weight_gen(config, counts.candidates, tokens),
+        "interaction": _interaction(config, counts.candidates, summaries),
+    }
     if "pooling" in parts:
-        total += _pooling(config, counts)
+        flops["pooling"] = _pooling(config, counts)
     if "pffn" in parts:
         if config.pffn_context == "request":
-            total += _weight_gen(config, counts.sequences, context + summaries)
-        total += 4 * streams * counts.sequences * config.summary_tokens * width**2
-        total += gdpa_flops(counts.tokens, config.summary_tokens, width)
+            flops["context summary"] = _weight_gen(config, counts.sequences, context + summaries)
+        weights = 4 * streams * counts.sequences * config.summary_tokens * width**2
+        flops["pffn"] = weights + gdpa_flops(counts.tokens, config.summary_tokens, width)
     if "attention" in parts:
-        total += 8 * counts.tokens * width**2
-        total += sum(
+        flops["attention"] = 8 * counts.tokens * width**2 + sum(
             block_attention_flops(part.tolist(), block=config.block, radius=config.radius, width=width)
             for part in counts.streams
         )
-    return total
+    return flops
 
 
 def _weight_gen(config: GemConfig, rows: int, tokens: int) -> int:

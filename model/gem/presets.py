@@ -58,3 +58,49 @@ def public_m() -> GemConfig:
         ad_tokens=6,
         max_events=1024,
     )
+
+
+def gpu_l() -> GemConfig:
+    """For one GPU and histories of 1000 to 4000 events: about 0.64 billion dense weights."""
+    return GemConfig(
+        width=384,
+        heads=3,
+        layers=6,
+        summary_tokens=128,
+        seeds=256,
+        sequence_tokens=32,
+        kron_terms=8,
+        block=64,
+        experts=4,
+        factor_tokens=20,
+        linear_tokens=20,
+        rank=24,
+        hidden=2048,
+        id_width=64,
+        user_tokens=8,
+        ad_tokens=8,
+        max_events=4096,
+    )
+
+
+def gpu_xl() -> GemConfig:
+    """The upper end of a scaling sweep: about 8.2 billion dense weights, for several GPUs."""
+    return GemConfig(
+        width=512,
+        heads=4,
+        layers=8,
+        summary_tokens=256,
+        seeds=256,
+        sequence_tokens=32,
+        kron_terms=8,
+        block=64,
+        experts=8,
+        factor_tokens=32,
+        linear_tokens=32,
+        rank=48,
+        hidden=4096,
+        id_width=64,
+        user_tokens=8,
+        ad_tokens=8,
+        max_events=4096,
+    )
