@@ -84,6 +84,7 @@ def test_the_serving_benchmark_says_where_a_request_spends_its_time(tmp_path: Pa
     assert all(sum(c["cpu_share"].values()) == pytest.approx(1.0) for c in cells)
 
 
+@pytest.mark.timeout(300)
 def test_the_scaling_benchmark_goes_on_from_kept_runs_and_fits_a_law_of_each_model(tmp_path: Path) -> None:
     arguments = ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.svg")]
     first = _run("scaling", tmp_path / "out.json", *arguments)
@@ -108,6 +109,7 @@ def test_the_law_of_a_known_slope_is_found() -> None:
     assert value == pytest.approx(2.0)
 
 
+@pytest.mark.timeout(300)
 def test_the_ablation_benchmark_scores_every_variant_on_the_same_rows(tmp_path: Path) -> None:
     cells = _run("ablation", tmp_path / "out.json")["cells"]
     assert isinstance(cells, list)
