@@ -1,0 +1,149 @@
+"""Triton's interpreter runs the kernels on CPU tensors: they equal their definitions.
+
+`test_triton_kernels` runs this file in a process of its own, with TRITON_INTERPRET set before kernels are decorated.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.kernels import block_attention as by_blocks
+from model.kernels import jagged_attention as jagged_keys
+from model.kernels.block_attention import (
+    Blocks,
+    block_attention_flops,
+    block_attention_reference,
+    blocks,
+)
+from model.kernels.jagged_attention import jagged_attention_flops, jagged_attention_reference
+from model.nn.jagged import Jagged, jagged
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/model/test_triton_kernels.py"
+LENGTHS = [0, 1, 63, 64, 65, 128]
+# The row of a key that is not there overflows where all scores are very negative; it is not stored.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+def layout_of(lengths: list[int]) -> Jagged:
+    return jagged(torch.tensor([0, *np.cumsum(lengths)]))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(total: int, heads: int, width: int, count: int, seed: int = 7) -> tuple[Tensor, ...]:
+    """Views of one projection, side by side as layers make them."""
+    return normal(total, count * heads, width, seed=seed).requires_grad_().chunk(count, dim=1)
+
+
+def same(fast: Tensor, plain: Tensor, *inputs: Tensor) -> None:
+    torch.testing.assert_close(fast, plain)
+    upstream = torch.randn_like(fast)
+    fasts = torch.autograd.grad(fast, inputs, upstream)
+    for a, b in zip(fasts, torch.autograd.grad(plain, inputs, upstream), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def read(q: Tensor, k: Tensor, v: Tensor, layout: Jagged) -> Tensor:
+    return jagged_keys.attend(q, k, v, layout.offsets)[0]
+
+
+def read_blocks(q: Tensor, k: Tensor, v: Tensor, maps: Blocks) -> Tensor:
+    return by_blocks.attend(q, k, v, maps.spans, maps.block, maps.radius)[0]
+
+
+@pytest.mark.parametrize(("shared", "queries", "width"), [(True, 3, 16), (True, 70, 4), (False, 3, 4), (False, 70, 16)])
+def test_jagged_attention_equals_its_definition(
+    shared: bool, queries: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jagged_keys, "PARTS", 4)  # a part sums gradients of several sequences
+    layout = layout_of(LENGTHS)
+    q = normal(1 if shared else len(LENGTHS), queries, 2, width).requires_grad_()
+    k, v = packed(sum(LENGTHS), 2, width, 2)
+    same(read(q, k, v, layout), jagged_attention_reference(q, k, v, layout), q, k, v)
+
+
+def test_keys_that_are_not_there_do_not_outweigh_very_negative_scores() -> None:
+    layout = layout_of([3, 66])
+    q, k = torch.full((1, 2, 1, 16), 5.0).requires_grad_(), (-5 - 0.01 * normal(69, 1, 16)).requires_grad_()
+    v = normal(69, 1, 16, seed=1).requires_grad_()
+    same(read(q, k, v, layout), jagged_attention_reference(q, k, v, layout), q, k, v)
+
+
+def test_sequences_without_keys_read_zeros_and_give_no_gradient() -> None:
+    q, k = normal(2, 3, 2, 16).requires_grad_(), torch.zeros(0, 2, 16, requires_grad=True)
+    out = read(q, k, k, layout_of([0, 0]))
+    gradients = torch.autograd.grad(out.sum(), (q, k))
+    assert not out.any()
+    assert not gradients[0].any()
+    assert read(q[:0], k, k, jagged(torch.zeros(1, dtype=torch.int64))).shape == (0, 3, 2, 16)
+
+
+@pytest.mark.parametrize(("block", "radius", "width"), [(64, 0, 16), (64, 1, 4), (8, 0, 4), (8, 2, 16), (20, 1, 16)])
+def test_block_attention_equals_dense_attention_with_the_block_mask(block: int, radius: int, width: int) -> None:
+    lengths = LENGTHS if block == 64 else [0, 1, 7, 8, 9, 41]
+    layout = layout_of(lengths)
+    q, k, v = packed(sum(lengths), 2, width, 3)
+    maps = blocks(layout, block=block, radius=radius)
+    plain = block_attention_reference(q, k, v, layout, block=block, radius=radius)
+    same(read_blocks(q, k, v, maps), plain, q, k, v)
+
+
+def test_half_precision_differs_by_its_rounding_only() -> None:
+    layout = layout_of([5, 70])
+    q, k, v = (normal(75, 2, 16, seed=i).half() for i in range(3))
+    maps = blocks(layout, block=64, radius=1)
+    wide = block_attention_reference(q.float(), k.float(), v.float(), layout, block=64, radius=1)
+    torch.testing.assert_close(read_blocks(q, k, v, maps).float(), wide, rtol=2e-3, atol=2e-3)
+    seeds = normal(1, 3, 2, 16, seed=4).half().requires_grad_()
+    plain = jagged_attention_reference(seeds.float(), k.float(), v.float(), layout)
+    out = read(seeds, k, v, layout)
+    torch.testing.assert_close(out.float(), plain, rtol=2e-3, atol=2e-3)
+    ours, theirs = (torch.autograd.grad(x.float().square().sum(), seeds)[0] for x in (out, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_operators_are_what_torch_asks_of_them() -> None:
+    layout = layout_of([2, 0, 9])
+    q, k, v = (normal(11, 1, 16, seed=i).requires_grad_() for i in range(3))
+    seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=1)
+    torch.library.opcheck(torch.ops.gem.jagged_attention.default, (seeds, k, v, layout.offsets))
+    torch.library.opcheck(torch.ops.gem.block_attention.default, (q, k, v, maps.spans, 8, 1))
+
+
+def test_compiled_whole_they_give_the_same() -> None:
+    layout = layout_of([2, 0, 9])
+    q, k, v = (normal(11, 1, 16, seed=i).requires_grad_() for i in range(3))
+    seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=1)
+
+    def both(seeds: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return read(seeds, k, v, layout).sum() + read_blocks(q, k, v, maps).square().sum()
+
+    inputs = (seeds, q, k, v)
+    whole = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for a, b in zip(
+        torch.autograd.grad(whole(*inputs), inputs), torch.autograd.grad(both(*inputs), inputs), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("radius", [0, 1])
+def test_the_counter_of_torch_counts_actual_lengths_and_nothing_computed_again(radius: int) -> None:
+    lengths = [2, 0, 9, 30]
+    layout = layout_of(lengths)
+    q, k, v = (normal(41, 1, 16, seed=i).requires_grad_() for i in range(3))
+    seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=radius)
+    with FlopCounterMode(display=False) as counter:
+        loss = read(seeds, k, v, layout).sum() + read_blocks(q, k, v, maps).sum()
+    forward = jagged_attention_flops(41, 2, 16) + block_attention_flops(lengths, block=8, radius=radius, width=16)
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert counter.get_total_flops() == 2 * forward

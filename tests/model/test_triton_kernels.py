@@ -1,0 +1,110 @@
+"""The Triton kernels without a GPU: interpreted they equal their definitions, compiled they use matrix instructions.
+
+Neither says how fast they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.kernels.block_attention import tiles
+from model.kernels.jagged_attention import forward_tiles, key_tiles, query_tiles
+
+ROOT = Path(__file__).resolve().parents[2]
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(
+    not HAVE_TRITON, reason="triton is not installed: its kernels are neither interpreted nor compiled"
+)
+
+INTEGERS = {name: "*i64" for name in ("offsets", "order", "spans", "owner", "firsts")}
+FLOATS = {"lse": "*fp32", "delta": "*fp32", "scale": "fp32", "power": "fp32"}
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+SOFTMAX = {"WIDTH": 128, "PRECISION": "ieee"}
+BLOCK = {"BLOCK": 64, "RADIUS": 0}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("jagged_attention", "_forward_kernel", {}),
+    ("jagged_attention", "_query_kernel", {"SHARED": True}),
+    ("jagged_attention", "_key_kernel", {}),
+    ("block_attention", "_forward_kernel", BLOCK),
+    ("block_attention", "_backward_kernel", BLOCK),
+    ("block_attention", "_backward_kernel", BLOCK | {"RADIUS": 1}),
+]
+
+
+def cut_of(module: str, kernel: str, capability: int) -> Any:
+    """The tiles that the launcher chooses for 256 seeds or blocks of 64, heads of 128."""
+    if module == "block_attention":
+        return tiles(64, 128)
+    if kernel == "_query_kernel":
+        return query_tiles(256, 128, capability)
+    return {"_forward_kernel": forward_tiles, "_key_kernel": key_tiles}[kernel](256, 128)
+
+
+@needs_triton
+def test_interpreted_on_a_cpu_the_kernels_equal_their_definitions() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/model/interpreted_kernels.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "instruction"), [(90, "wgmma.mma_async"), (100, "tcgen05.mma")], ids=["sm_90", "sm_100"]
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}{case[1]}{case[2].get('RADIUS', '')}")
+def test_compiled_for_a_gpu_they_multiply_by_matrix_instructions_and_spill_no_register(
+    case: tuple[str, str, dict[str, Any]],
+    capability: int,
+    instruction: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    module, name, more = case
+    kernel = getattr(importlib.import_module(f"model.kernels.{module}"), name)
+    built = compiled(kernel, capability, cut_of(module, name, capability), SOFTMAX | more)
+    assert built.asm["ptx"].count(instruction) > 0
+    assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+    assert built.metadata.shared <= 232448  # bytes that a program can have on either
+
+
+def compiled(kernel: Any, capability: int, cut: Any, numbers: dict[str, Any], dtype: str = "bf16") -> Any:
+    """The kernel for tensors whose addresses and strides are multiples of 16, as the launcher would find them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    numbers = numbers | {key: value for key, value in cut._asdict().items() if key in kernel.arg_names}
+    kinds = INTEGERS | FLOATS | dict.fromkeys(TENSORS, f"*{dtype}")
+    signature = {name: "constexpr" if name in numbers else kinds.get(name, "i32") for name in kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or (signature[name] == "i32" and "_" in name)
+    }
+    source = ASTSource(kernel, signature, numbers, attributes)
+    options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Local memory of a thread, where spilled registers lie, as cuobjdump, which Triton brings, reads it."""
+    from triton import knobs
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"STACK:(\d+).*LOCAL:(\d+)", usage)
+    assert found, usage
+    return max(int(number) for pair in found for number in pair)
