@@ -37,7 +37,11 @@ class ActivationUnit(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.score = nn.Sequential(nn.Linear(4 * width, hidden), nn.PReLU(), nn.Linear(hidden, 1))
+        last = nn.Linear(hidden, 1)
+        # Normalized events add up: with weights of the usual size a long history would drown ad and context at first.
+        nn.init.normal_(last.weight, std=1e-3)
+        nn.init.zeros_(last.bias)
+        self.score = nn.Sequential(nn.Linear(4 * width, hidden), nn.PReLU(), last)
 
     def forward(self, event_PD: Tensor, target_PD: Tensor) -> Tensor:
         """[P, 1], of any sign: no softmax."""
