@@ -17,6 +17,7 @@ from model.gem.foundation import FoundationModel, Tokenizer, stream_rows
 from model.kernels.block_attention import block_attention_flops
 from model.kernels.gdpa import gdpa_flops
 from model.kernels.jagged_attention import jagged_attention_flops
+from model.nn.interaction import machine_flops
 
 Ints = npt.NDArray[np.int64]
 PART = " · "
@@ -139,11 +140,11 @@ def _weight_gen(config: GemConfig, rows: int, tokens: int) -> int:
 def _interaction(config: GemConfig, rows: int, summaries: int) -> int:
     width, t = config.width, config.summary_tokens + summaries
     share = config.experts if config.combine == "concat" else 1
-    factors, linear = config.factor_tokens // share, config.linear_tokens // share
-    machine = 2 * t * config.rank * width
+    factors = config.factor_tokens // share
+    machine = machine_flops(rows, t, width, rank=config.rank, count=config.experts)
     mlp = t * config.rank * config.hidden + config.hidden * factors * width
-    shortcut = (config.factor_tokens + config.linear_tokens) * t * width
-    return 2 * rows * (config.experts * (machine + mlp + linear * t * width) + shortcut)
+    linear = (config.factor_tokens + config.linear_tokens) * t * width
+    return machine + 2 * rows * (config.experts * mlp + linear)
 
 
 def _pooling(config: GemConfig, counts: _Counts) -> int:

@@ -7,7 +7,11 @@ n examples, t tokens in, D width, F = factorization tokens out, L = linear token
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import cast
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.nn.norm import layer_norm, rms_norm
@@ -16,6 +20,31 @@ from model.nn.norm import layer_norm, rms_norm
 def factorization_machine(x: Tensor, y: Tensor) -> Tensor:
     """X (Xᵀ Y) [n, t, k]: pairwise products of tokens, compressed to k columns by Y [t, k] in O(t·k·D) (Wukong eq. 4)."""
     return x @ (x.transpose(1, 2) @ y)
+
+
+def machines(x: Tensor, ys: Sequence[Tensor]) -> list[Tensor]:
+    """The factorization machine of every Y [t, k]; few tokens are multiplied with each other once, for all of them."""
+    if not gram_is_cheaper(*x.shape[1:], rank=ys[0].shape[1], count=len(ys)):
+        return [factorization_machine(x, y) for y in ys]
+    gram = x @ x.transpose(1, 2)
+    return [gram @ y for y in ys]
+
+
+def machines_reference(x: Tensor, ys: Sequence[Tensor]) -> list[Tensor]:
+    """The definition, one at a time."""
+    return [factorization_machine(x, y) for y in ys]
+
+
+def gram_is_cheaper(tokens: int, width: int, *, rank: int, count: int) -> bool:
+    """Whether (X Xᵀ) Y takes fewer products than X (Xᵀ Y) for `count` matrices Y of `rank` columns."""
+    return tokens * (width + rank * count) < 2 * width * rank * count
+
+
+def machine_flops(rows: int, tokens: int, width: int, *, rank: int, count: int) -> int:
+    """Forward FLOPs of `machines`."""
+    if gram_is_cheaper(tokens, width, rank=rank, count=count):
+        return 2 * rows * tokens * tokens * (width + rank * count)
+    return 4 * rows * tokens * width * rank * count
 
 
 class Wukong(nn.Module):
@@ -30,8 +59,11 @@ class Wukong(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, F + L, D]"""
-        crossed = layer_norm(factorization_machine(x, self.y).flatten(1))
-        return torch.cat([self.mlp(crossed).unflatten(1, (self.factors, -1)), self.compress @ x], dim=1)
+        return torch.cat([self.factorized(factorization_machine(x, self.y)), self.compress @ x], dim=1)
+
+    def factorized(self, machine: Tensor) -> Tensor:
+        """Factorization tokens [n, F, D] from a factorization machine [n, t, k]."""
+        return self.mlp(layer_norm(machine.flatten(1))).unflatten(1, (self.factors, -1))
 
 
 class MixtureOfWukongExperts(nn.Module):
@@ -67,10 +99,33 @@ class MixtureOfWukongExperts(nn.Module):
         self.shortcut = nn.Parameter(torch.randn(factors + linear, tokens) * tokens**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, F + L, D]"""
+        """[n, F + L, D]: what is linear in X, of all experts and the shortcut, is one product."""
+        out = self._linear().expand(len(x), -1, -1) @ x
+        crossed = machines(x, [expert.y for _, expert, _ in self._members()])
+        for (gate, expert, first), machine in zip(self._members(), crossed, strict=True):
+            out[:, first : first + expert.factors] += gate * expert.factorized(machine)
+        return layer_norm(out)
+
+    def forward_reference(self, x: Tensor) -> Tensor:
+        """The definition, an expert at a time."""
         out = [gate * expert(x) for gate, expert in zip(self.gate, self.experts, strict=True)]
         mixed = torch.stack(out).sum(0) if self.combine == "sum" else torch.cat(out, dim=1)
         return layer_norm(mixed + self.shortcut @ x)
+
+    def _members(self) -> Iterator[tuple[Tensor, Wukong, int]]:
+        """(gate, expert, token at which its output starts)."""
+        step = 0 if self.combine == "sum" else len(self.shortcut) // len(self.experts)
+        for number, expert in enumerate(self.experts):
+            yield self.gate[number], cast(Wukong, expert), step * number
+
+    def _linear(self) -> Tensor:
+        """[F + L, t]: shortcut and gated compressions, each in its expert's rows."""
+        total: Tensor = self.shortcut
+        for gate, expert, first in self._members():
+            before = first + expert.factors
+            after = len(total) - before - len(expert.compress)
+            total = total + gate * F.pad(expert.compress, (0, 0, before, after))
+        return total
 
 
 class WeightGen(nn.Module):
@@ -83,5 +138,5 @@ class WeightGen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, summary, D]"""
-        summary = self.compress @ x
+        summary = self.compress.expand(len(x), -1, -1) @ x  # one small product an example: nothing is transposed
         return rms_norm(summary + self.mlp(rms_norm(summary)))

@@ -17,7 +17,13 @@ from model.kernels.block_attention import block_attention, block_attention_refer
 from model.kernels.gdpa import ACTIVATIONS, gdpa, gdpa_reference
 from model.kernels.jagged_attention import jagged_attention, jagged_attention_reference
 from model.nn.embedding import IdEmbeddings, hashed_rows, mix64, mix64_reference
-from model.nn.interaction import MixtureOfWukongExperts, factorization_machine
+from model.nn.interaction import (
+    MixtureOfWukongExperts,
+    factorization_machine,
+    gram_is_cheaper,
+    machines,
+    machines_reference,
+)
 from model.nn.jagged import LONG, Jagged, jagged, newest, pad, reverse, unpad
 from model.nn.norm import CACHED, layer_norm, rms_norm
 from model.nn.numeric import PiecewiseLinear
@@ -151,6 +157,20 @@ def test_the_factorization_machine_is_associative_and_of_degree_two() -> None:
     x, y = normal(2, 5, 4), normal(5, 3, seed=1)
     torch.testing.assert_close(factorization_machine(x, y), (x @ x.transpose(1, 2)) @ y)
     torch.testing.assert_close(factorization_machine(3 * x, y), 9 * factorization_machine(x, y))
+
+
+@pytest.mark.parametrize(("tokens", "gram"), [(4, True), (9, False)])
+def test_factorization_machines_of_all_experts_equal_one_at_a_time(tokens: int, gram: bool) -> None:
+    x, *ys = (normal(*shape, seed=i).requires_grad_() for i, shape in enumerate([(3, tokens, 5), (tokens, 2), (tokens, 2)]))
+    assert gram_is_cheaper(tokens, 5, rank=2, count=2) == gram
+    same_gradients(torch.stack(machines(x, ys)), torch.stack(machines_reference(x, ys)), x, *ys)
+
+
+@pytest.mark.parametrize("combine", ["sum", "concat"])
+def test_linear_parts_in_one_product_equal_an_expert_at_a_time(combine: str) -> None:
+    mixture = MixtureOfWukongExperts(5, 4, experts=2, factors=2, linear=4, rank=2, hidden=8, combine=combine).double()
+    x = normal(3, 5, 4).requires_grad_()
+    same_gradients(mixture(x), mixture.forward_reference(x), x, *mixture.parameters())
 
 
 def test_one_expert_is_the_expert_and_concat_lays_tokens_side_by_side() -> None:
