@@ -6,10 +6,12 @@ Knows file formats. Does not know what the columns mean.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
@@ -17,6 +19,7 @@ from feature_store.errors import InvalidInput
 
 _NULLS = ("", "null", "NULL", "nan", "NaN")
 _PARQUET_ROWS = 65_536
+_WHOLE = r"^-?[0-9]{1,18}$"
 
 
 def batches(
@@ -30,11 +33,9 @@ def batches(
     Raises:
         InvalidInput: it is neither Parquet nor CSV, lacks a column, has one twice, or is damaged.
     """
-    if path.suffix not in (".parquet", ".csv"):
-        raise InvalidInput(f"{path} is neither .parquet nor .csv; convert it")
+    found = header(path)
+    wanted = list(columns) if columns is not None else found
     try:
-        found = _header(path) if path.suffix == ".csv" else pq.read_schema(path).names
-        wanted = list(columns) if columns is not None else found
         _check(path, found, wanted)
         if path.suffix == ".parquet":
             yield from pq.ParquetFile(path).iter_batches(_PARQUET_ROWS, columns=wanted)
@@ -44,9 +45,21 @@ def batches(
         raise InvalidInput(f"{path} cannot be read: {error}; write the file again") from error
 
 
-def _header(path: Path) -> list[str]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-        return next(csv.reader(lines), [])
+def header(path: Path) -> list[str]:
+    """Names of a file's columns.
+
+    Raises:
+        InvalidInput: it is neither Parquet nor CSV, or is damaged.
+    """
+    if path.suffix not in (".parquet", ".csv"):
+        raise InvalidInput(f"{path} is neither .parquet nor .csv; convert it")
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+            return next(csv.reader(lines), [])
+    try:
+        return list(pq.read_schema(path).names)
+    except pa.ArrowInvalid as error:
+        raise InvalidInput(f"{path} cannot be read: {error}; write the file again") from error
 
 
 def _check(path: Path, found: Sequence[str], wanted: Sequence[str]) -> None:
@@ -85,3 +98,22 @@ def _text(column: pa.Array) -> pa.Array:
 def text_of(value: object) -> object:
     """A cell as text if it is bytes; what is not UTF-8 becomes lone surrogates, which no id may hold."""
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
+
+
+def as_text(column: pa.Array) -> pa.Array:
+    """Cells as a CSV has them."""
+    if pa.types.is_binary(column.type):
+        return pa.array([None if cell is None else ascii(text_of(cell)) for cell in column.to_pylist()], pa.string())
+    return column.cast(pa.string())
+
+
+def sortable(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column of text as whole numbers; null where a cell holds none. Columns of other types stay as they are."""
+    if not pa.types.is_string(column.type):
+        return column
+    return pc.if_else(pc.match_substring_regex(column, _WHOLE), column, pa.scalar(None, pa.string())).cast(pa.int64())
+
+
+def whole(cell: object) -> int | None:
+    """The whole number in a cell; nothing if it holds none."""
+    return int(str(cell)) if re.fullmatch(_WHOLE, str(cell)) else None

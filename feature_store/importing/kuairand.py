@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from feature_store.errors import InvalidInput, NotFound
-from feature_store.importing.files import batches, text_of
+from feature_store.importing.files import as_text, batches, sortable, whole
 from feature_store.importing.rows import MALFORMED, OUTCOME_PREFIX, Importer, ImportReport, Progress
 from feature_store.importing.whole import import_whole
 from feature_store.spec import Spec
@@ -43,7 +43,6 @@ OUTCOMES = {
 }
 _LOG = ("user_id", "video_id", "time_ms", "tab", *OUTCOMES.values())
 _RANDOM = "log_random"
-_WHOLE = r"^-?[0-9]{1,18}$"
 _SEQUENCES = {"watch": "watch_seq", "long_watch": "long_watch_seq", "like": "like_seq"}
 
 
@@ -95,16 +94,9 @@ def _log(source: Path, malformed: list[str]) -> pa.Table:
         for path in _paths(source, "log_*", required=True)
         for batch in batches(path, _LOG, malformed=malformed, as_text=True)
     ]
-    log = pa.table({name: _integers(pa.chunked_array([_as_text(part[name]) for part in parts], pa.string())) for name in _LOG})
-    order = pa.table({name: _sortable(log[name]) for name in ("time_ms", "user_id", "video_id")})
+    log = pa.table({name: _integers(pa.chunked_array([as_text(part[name]) for part in parts], pa.string())) for name in _LOG})
+    order = pa.table({name: sortable(log[name]) for name in ("time_ms", "user_id", "video_id")})
     return log.take(pc.sort_indices(order, [(name, "ascending") for name in order.column_names]))
-
-
-def _as_text(column: pa.Array) -> pa.Array:
-    """Cells as a CSV has them."""
-    if pa.types.is_binary(column.type):
-        return pa.array([None if cell is None else ascii(text_of(cell)) for cell in column.to_pylist()], pa.string())
-    return column.cast(pa.string())
 
 
 def _integers(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -113,12 +105,6 @@ def _integers(column: pa.ChunkedArray) -> pa.ChunkedArray:
         return column.cast(pa.int64())
     except pa.ArrowInvalid:
         return column
-
-
-def _sortable(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    if not pa.types.is_string(column.type):
-        return column
-    return pc.if_else(pc.match_substring_regex(column, _WHOLE), column, pa.scalar(None, pa.string())).cast(pa.int64())
 
 
 def _read(path: Path) -> pa.Table:
@@ -139,7 +125,7 @@ def _impressions(log: pa.Table) -> Iterator[dict[str, Any]]:
     """Rows in time order, named by the request they belong to; repeats of (user, video, time) share a name."""
     requests: dict[tuple[object, str | None], tuple[int, str, int]] = {}
     for row in _rows(log):
-        user, when, surface = row["user_id"], _whole(row["time_ms"]), _surface(row["tab"])
+        user, when, surface = row["user_id"], whole(row["time_ms"]), _surface(row["tab"])
         began, name, position = requests.get((user, surface), (-REQUEST_GAP_MS - 1, "", 0))
         if when is not None and when - began > REQUEST_GAP_MS:
             began, name, position = when, f"{user}:{surface}:{when}", 0
@@ -153,18 +139,13 @@ def _impressions(log: pa.Table) -> Iterator[dict[str, Any]]:
             "request_id": name,
             "position": position,
             **{OUTCOME_PREFIX + objective: row[column] for objective, column in OUTCOMES.items()},
-            OUTCOME_PREFIX + "long_view_click": int(_whole(row["long_view"]) == _whole(row["is_click"]) == 1),
+            OUTCOME_PREFIX + "long_view_click": int(whole(row["long_view"]) == whole(row["is_click"]) == 1),
         }
-
-
-def _whole(cell: object) -> int | None:
-    """The whole number in a cell; nothing if it holds none."""
-    return int(str(cell)) if re.fullmatch(_WHOLE, str(cell)) else None
 
 
 def _surface(tab: object) -> str | None:
     """The tab's surface; nothing if the cell holds no tab, for the row check to refuse."""
-    number = _whole(tab)
+    number = whole(tab)
     return None if number is None else SURFACES.get(number, "other")
 
 
