@@ -51,6 +51,20 @@ def measure_ceiling(*, size: int = 768, seconds: float = 0.3, device: str = "cpu
     )
 
 
+def measure_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: str = "cpu") -> float:
+    """Bytes a second that a copy of `size` bytes reads and writes, far more than caches hold; the fastest one counts."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target, best = torch.zeros_like(source), float("inf")  # written once: its pages are there
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or best == float("inf"):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size / best
+
+
 def _nominal(device: str) -> float | None:
     if not device.startswith("cuda"):
         return None

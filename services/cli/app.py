@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli import commands, learning
+from services.cli import commands, learning, profiling
 from services.cli.console import Console
 from services.cli.failures import guarded
 from services.cli.home import Home
@@ -149,6 +149,25 @@ def evaluate(
     """
     period = Period(since=since, until=until, zone=zone)
     learning.evaluate_model(Console(as_json=as_json), Home(home), model=model, period=period)
+
+
+@app.command(epilog="Example: gemctl profile --preset model.gem.presets:tiny --candidates 200 --plot roofline.svg")
+def profile(
+    preset: Annotated[str, typer.Option(help="A function that returns a configuration.")] = "model.gem.presets:public_s",
+    candidates: Annotated[int, typer.Option(help="Candidates of the scoring call.")] = 100,
+    history: Annotated[int, typer.Option(help="Events of the scoring call; repeated if the log has fewer.")] = 256,
+    steps: Annotated[int, typer.Option(help="Training steps that are measured, as they are and by part.")] = 5,
+    plot: Annotated[Path | None, typer.Option(help="Roofline to write: a file that ends with .svg or .png.")] = None,
+    home: HomeOption = _HOME,
+    as_json: Json = False,
+) -> None:
+    """Say where a training step and a scoring call spend their time: FLOPs, bytes, seconds and MFU of every part.
+
+    It measures on the home's log, or on a small generated one. Nothing is trained that stays.
+    """
+    console = Console(as_json=as_json)
+    sizes = {"candidates": candidates, "history": history, "steps": steps}
+    profiling.profile(console, Home(home), preset=preset, plot=plot, **sizes)
 
 
 @app.command(epilog="Example: gemctl up --base-port 7100")

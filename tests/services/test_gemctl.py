@@ -29,6 +29,7 @@ COMMANDS = [
     ["train", "vertical"],
     ["annotate"],
     ["evaluate"],
+    ["profile"],
     ["up"],
     ["rank"],
     ["trace"],
@@ -119,6 +120,9 @@ REFUSED: list[tuple[list[str], str, str]] = [
     (["train", "vertical", "--surface", "feed", "--arm", "A9"], "INVALID_INPUT", "'A9' is not known; use one of"),
     (["annotate", "--since", "now"], "NOT_FOUND", "run `gemctl import` or `gemctl world`"),
     (["evaluate"], "NOT_FOUND", "run `gemctl import` or `gemctl world`"),
+    (["profile", "--candidates", "0"], "INVALID_INPUT", "candidates is 0; it must be at least 1"),
+    (["profile", "--plot", "roof.pdf"], "INVALID_INPUT", "let it end with one of"),
+    (["profile", "--plot", "nowhere/roof.svg"], "NOT_FOUND", "nowhere is not a folder"),
     (["rank", "--surface", "feed", "--user", "1", "--ads", ","], "INVALID_INPUT", "names no ad"),
     (["rank", "--surface", "feed", "--user", "1", "--ads", "1", "--at", "noon"], "INVALID_INPUT", "'noon' is no time; write"),
     (["rank", "--surface", "feed", "--user", "1", "--ads", "1", "--router", NOWHERE], "NOT_READY", "run `gemctl up`"),
@@ -190,6 +194,28 @@ def test_a_model_that_is_not_there_is_named_with_those_that_are(home: Path) -> N
     message = only_object(done.stdout)["error"]["message"]
     assert done.returncode == 1
     assert "holds no model 'feed-a7', only []; run `gemctl train`" in message
+
+
+def test_a_profile_names_what_every_part_costs_and_draws_it(home: Path, tmp_path: Path) -> None:
+    tiny = ["profile", "--preset", "model.gem.presets:tiny", "--steps", "1", "--candidates", "5", "--history", "9"]
+    done = gemctl(*tiny, "--plot", str(tmp_path / "roof.svg"), "--home", str(home), "--json")
+    assert done.returncode == 0, done.stderr
+    found = only_object(done.stdout)
+    assert (found["log"], found["plot"]) == (str(home), str(tmp_path / "roof.svg"))
+    assert found["machine"]["bandwidth"] > 0
+    for what in ("training", "scoring"):
+        profile = found[what]
+        assert profile["mfu"] == pytest.approx(profile["flops"] / profile["seconds"] / found["machine"]["measured"])
+        assert profile["nominal_mfu"] is None
+        assert sum(part["share"] for part in profile["parts"].values()) == pytest.approx(1.0)
+        assert [cost["share"] for cost in profile["largest"]] == sorted((c["share"] for c in profile["largest"]), reverse=True)
+        assert len(profile["largest"]) == 3
+    assert [found["scoring"][size] for size in ("requests", "candidates", "events")] == [1, 5, 9]
+    assert found["training"]["requests"] > 1
+    drawn = (tmp_path / "roof.svg").read_text()
+    assert drawn.count("<!-- interaction -->") == 2
+    assert "<!-- products" in drawn
+    assert "<!-- copies" in drawn
 
 
 def test_the_log_without_a_label_is_measured_with_nulls_and_their_reasons(home: Path) -> None:
