@@ -101,12 +101,14 @@ def _points(axes: Axes, costs: Sequence[Cost], whole: float, taken: list[_Box]) 
     radius = {cost.kind: 3.5 + 11 * math.sqrt(cost.seconds / whole) for cost in costs}
     taken = taken + [_Box(x - radius[kind], y - radius[kind], x + radius[kind], y + radius[kind]) for kind, (x, y) in places.items()]
     left, bottom, right, top = (each * 72 / axes.figure.dpi for each in axes.get_window_extent().extents)
+    names: list[_Box] = []
     page = _Box(left + 3, bottom + 3, right - 3, top - 3)
     for cost in sorted(costs, key=lambda cost: -cost.seconds):
         kind, point, color = cost.kind, (cost.intensity, cost.speed / 1e9), _COLORS.get(cost.kind, "#8b949e")
         axes.plot(*point, "o", ms=2 * radius[kind], color=color, mec="white", mew=0.8, zorder=3)
         x, y = places[kind]
-        box = _free((x, y), radius[kind], kind, page, taken)
+        box = _free((x, y), radius[kind], kind, page, taken, names)
+        names.append(box)
         taken.append(box)
         away = math.hypot(max(box.left - x, x - box.right, 0.0), max(box.bottom - y, y - box.top, 0.0))
         line = {"arrowstyle": "-", "color": color, "lw": 0.7, "shrinkA": 0, "shrinkB": radius[kind]}
@@ -117,19 +119,31 @@ def _points(axes: Axes, costs: Sequence[Cost], whole: float, taken: list[_Box]) 
         )  # fmt: skip
 
 
-def _free(place: tuple[float, float], radius: float, words: str, page: _Box, taken: list[_Box]) -> _Box:
-    """The nearest rectangle on the page for some words that meets nothing; the nearest one if all do."""
+def _free(
+    place: tuple[float, float], radius: float, words: str, page: _Box, taken: list[_Box], names: list[_Box]
+) -> _Box:
+    """The nearest rectangle for some words that meets nothing, if possible with a line that crosses no name."""
     boxes = list(_around(place, radius, words))
     inside = [box for box in boxes if box.left > page.left and box.right < page.right and box.bottom > page.bottom and box.top < page.top]
-    return next((box for box in inside if not any(box.meets(other) for other in taken)), boxes[0])
+    alone = [box for box in inside if not any(box.meets(other) for other in taken)]
+    clear = (box for box in alone if not any(dot.meets(name) for dot in _line(place, box) for name in names))
+    return next(clear, alone[0] if alone else boxes[0])
+
+
+def _line(place: tuple[float, float], box: _Box) -> list[_Box]:
+    """Dots from a point to its name."""
+    (x, y), steps = place, 12
+    across, up = (box.left + box.right) / 2 - x, (box.bottom + box.top) / 2 - y
+    dots = [(x + across * i / steps, y + up * i / steps) for i in range(steps)]
+    return [_Box(left - 1, bottom - 1, left + 1, bottom + 1) for left, bottom in dots]
 
 
 def _around(place: tuple[float, float], radius: float, words: str) -> Iterator[_Box]:
     """Rectangles around a point, nearest first."""
     width, height = 0.58 * _LETTER * len(words), 1.25 * _LETTER
     for gap in range(3, 120, 6):
-        for turn in (0, 4, 2, 6, 1, 7, 3, 5):  # eighths of a turn
-            cos, sin = math.cos(turn * math.pi / 4), math.sin(turn * math.pi / 4)
+        for turn in (0, 8, 4, 12, 2, 14, 6, 10, 1, 15, 7, 9, 3, 5, 11, 13):  # sixteenths of a turn
+            cos, sin = math.cos(turn * math.pi / 8), math.sin(turn * math.pi / 8)
             x = place[0] + cos * (radius + gap + width / 2)
             y = place[1] + sin * (radius + gap + height / 2)
             yield _Box(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
