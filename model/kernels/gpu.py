@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "AVAILABLE", "WIDEST", "alike", "capability", "columns", "jit", "key_step", "load_tile", "on_gpu", "precision",
-    "query_step", "row_dots", "scales", "softmax_step", "store_tile", "tl",
+    "AVAILABLE", "WIDEST", "alike", "capability", "columns", "jit", "key_step", "load_tile", "longest_first", "on_gpu",
+    "precision", "query_step", "row_dots", "scales", "softmax_step", "store_tile", "tiles_of", "tl",
 ]  # fmt: skip
 
 try:
@@ -70,6 +70,23 @@ def scales(scale: float) -> tuple[float, float]:
 def columns(width: int) -> int:
     """D: what a product of tiles can take that holds a head."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def longest_first(offsets: Tensor) -> Tensor:
+    """Sequences in the order in which programs should take them: the last to start has little to do."""
+    return offsets.diff().argsort(descending=True)
+
+
+def tiles_of(offsets: Tensor, total: int, size: int) -> tuple[Tensor, Tensor]:
+    """(sequence, first token) of every tile of `size` tokens of `total`; R past the last, as their number is only a bound.
+
+    The bound is known without waiting for the device.
+    """
+    counts = (offsets.diff() + size - 1) // size
+    ends = counts.cumsum(0)
+    tile = torch.arange(total // size + len(counts), device=offsets.device)
+    owner = torch.searchsorted(ends, tile, right=True)
+    return owner, (tile - (ends - counts)[owner.clamp(max=len(counts) - 1)]) * size
 
 
 @jit

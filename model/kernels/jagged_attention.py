@@ -27,6 +27,7 @@ from model.kernels.gpu import (
     jit,
     key_step,
     load_tile,
+    longest_first,
     on_gpu,
     precision,
     query_step,
@@ -34,6 +35,7 @@ from model.kernels.gpu import (
     scales,
     softmax_step,
     store_tile,
+    tiles_of,
     tl,
 )
 from model.nn.jagged import Jagged, gather, pad, scatter
@@ -129,7 +131,7 @@ def attend(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor, offsets: Tensor) -> tup
         grid = (rows * -(-queries // cut.BM), heads)
         with torch.cuda.device_of(q_RQHd):
             _forward_kernel[grid](
-                q_RQHd, k_THd, v_THd, out, lse, offsets, _longest_first(offsets), scales(width**-0.5)[1],
+                q_RQHd, k_THd, v_THd, out, lse, offsets, longest_first(offsets), scales(width**-0.5)[1],
                 *_strides(q_RQHd, k_THd, v_THd), queries,
                 WIDTH=width, PRECISION=precision(), **cut._asdict(),
             )  # fmt: skip
@@ -147,7 +149,7 @@ def attend_backward(
         return torch.zeros_like(q_RQHd), dk.zero_(), dv.zero_()
     parts = min(rows, PARTS) if shared else rows
     dq = q_RQHd.new_empty((parts, queries, heads, width), dtype=torch.float32 if shared else q_RQHd.dtype)
-    delta, order = torch.empty_like(lse), _longest_first(offsets)
+    delta, order = torch.empty_like(lse), longest_first(offsets)
     strides = _strides(q_RQHd, k_THd, v_THd)
     with torch.cuda.device_of(q_RQHd):
         cut = query_tiles(queries, width, capability(q_RQHd.device))
@@ -157,7 +159,7 @@ def attend_backward(
             SHARED=shared, WIDTH=width, PRECISION=precision(), **cut._asdict(),
         )  # fmt: skip
         cut = key_tiles(queries, width)
-        owner, first = _key_tiles_of(offsets, len(k_THd), cut.BN)
+        owner, first = tiles_of(offsets, len(k_THd), cut.BN)
         _key_kernel[(len(owner), heads)](
             q_RQHd, k_THd, v_THd, dout, lse, delta, dk, dv, offsets, owner, first, *scales(width**-0.5),
             *strides, queries, rows,
@@ -206,19 +208,6 @@ def _forward_flops(q_shape: tuple[int, ...], k_shape: tuple[int, ...], *_: Any, 
 def _backward_flops(_: Any, q_shape: tuple[int, ...], k_shape: tuple[int, ...], *__: Any, **___: Any) -> int:
     """Four products: scores computed again are not counted."""
     return 2 * jagged_attention_flops(k_shape[0], q_shape[1], q_shape[2] * q_shape[3])
-
-
-def _longest_first(offsets: Tensor) -> Tensor:
-    return offsets.diff().argsort(descending=True)
-
-
-def _key_tiles_of(offsets: Tensor, total: int, size: int) -> tuple[Tensor, Tensor]:
-    """(sequence, first key) of every tile of `size` keys; R past the last, as their number is only a bound."""
-    counts = (offsets.diff() + size - 1) // size
-    ends = counts.cumsum(0)
-    tile = torch.arange(total // size + len(counts), device=offsets.device)
-    owner = torch.searchsorted(ends, tile, right=True)
-    return owner, (tile - (ends - counts)[owner.clamp(max=len(counts) - 1)]) * size
 
 
 def _strides(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.kernels import block_attention as by_blocks
+from model.kernels import gdpa_tiles
 from model.kernels import jagged_attention as jagged_keys
 from model.kernels.block_attention import (
     Blocks,
@@ -21,6 +22,7 @@ from model.kernels.block_attention import (
     block_attention_reference,
     blocks,
 )
+from model.kernels.gdpa import gdpa_flops, gdpa_reference
 from model.kernels.jagged_attention import jagged_attention_flops, jagged_attention_reference
 from model.nn.jagged import Jagged, jagged
 
@@ -44,11 +46,11 @@ def packed(total: int, heads: int, width: int, count: int, seed: int = 7) -> tup
 
 
 def same(fast: Tensor, plain: Tensor, *inputs: Tensor) -> None:
-    torch.testing.assert_close(fast, plain)
+    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=2e-5)
     upstream = torch.randn_like(fast)
     fasts = torch.autograd.grad(fast, inputs, upstream)
     for a, b in zip(fasts, torch.autograd.grad(plain, inputs, upstream), strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
 
 
 def read(q: Tensor, k: Tensor, v: Tensor, layout: Jagged) -> Tensor:
@@ -96,6 +98,24 @@ def test_block_attention_equals_dense_attention_with_the_block_mask(block: int, 
     same(read_blocks(q, k, v, maps), plain, q, k, v)
 
 
+@pytest.mark.parametrize(
+    ("activation", "keys", "programs"),
+    [("gelu", 3, 1), ("gelu", 130, 100), ("silu", 3, 100), ("relu", 130, 1), ("identity", 3, 1)],
+)
+def test_gdpa_equals_its_definition(
+    activation: str, keys: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gdpa_tiles, "RUN", 1)  # a sequence is several runs
+    monkeypatch.setattr(gdpa_tiles, "PROGRAMS", programs)  # and several parts, where programs are to be many
+    lengths = [0, 1, 65, 130]
+    layout, width = layout_of(lengths), 4 if keys == 3 else 16
+    q = packed(sum(lengths), 1, width, 2)[0]
+    k, v = packed(len(lengths) * keys, 1, width, 2, seed=8)
+    k, v = (x.unflatten(0, (len(lengths), keys)) for x in (k, v))
+    plain = gdpa_reference(q, k, v, layout, activation=activation, alpha=0.4, beta=0.5)
+    same(gdpa_tiles.attend(q, k, v, layout.offsets, activation, 0.4, 0.5), plain, q, k, v)
+
+
 def test_half_precision_differs_by_its_rounding_only() -> None:
     layout = layout_of([5, 70])
     q, k, v = (normal(75, 2, 16, seed=i).half() for i in range(3))
@@ -114,8 +134,11 @@ def test_operators_are_what_torch_asks_of_them() -> None:
     layout = layout_of([2, 0, 9])
     q, k, v = (normal(11, 1, 16, seed=i).requires_grad_() for i in range(3))
     seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=1)
-    torch.library.opcheck(torch.ops.gem.jagged_attention.default, (seeds, k, v, layout.offsets))
-    torch.library.opcheck(torch.ops.gem.block_attention.default, (q, k, v, maps.spans, 8, 1))
+    keys, operators = normal(3, 2, 1, 16).requires_grad_(), torch.ops.gem
+    what = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operators.jagged_attention.default, (seeds, k, v, layout.offsets), test_utils=what)
+    torch.library.opcheck(operators.block_attention.default, (q, k, v, maps.spans, 8, 1), test_utils=what)
+    torch.library.opcheck(operators.gdpa.default, (q, keys, keys, layout.offsets, "gelu", 0.5, 1.0), test_utils=what)
 
 
 def test_compiled_whole_they_give_the_same() -> None:
@@ -124,7 +147,9 @@ def test_compiled_whole_they_give_the_same() -> None:
     seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=1)
 
     def both(seeds: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return read(seeds, k, v, layout).sum() + read_blocks(q, k, v, maps).square().sum()
+        keys, values = (x[:6].view(3, 2, 1, 16) for x in (k, v))
+        conditioned = gdpa_tiles.attend(q, keys, values, layout.offsets, "gelu", 0.5, 1.0)
+        return read(seeds, k, v, layout).sum() + read_blocks(conditioned, k, v, maps).square().sum()
 
     inputs = (seeds, q, k, v)
     whole = torch.compile(both, fullgraph=True, backend="aot_eager")
@@ -140,9 +165,12 @@ def test_the_counter_of_torch_counts_actual_lengths_and_nothing_computed_again(r
     layout = layout_of(lengths)
     q, k, v = (normal(41, 1, 16, seed=i).requires_grad_() for i in range(3))
     seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=radius)
+    keys = normal(4, 3, 1, 16).requires_grad_()
     with FlopCounterMode(display=False) as counter:
         loss = read(seeds, k, v, layout).sum() + read_blocks(q, k, v, maps).sum()
+        loss = loss + gdpa_tiles.attend(q, keys, keys, layout.offsets, "gelu", 0.5, 1.0).sum()
     forward = jagged_attention_flops(41, 2, 16) + block_attention_flops(lengths, block=8, radius=radius, width=16)
+    forward += gdpa_flops(41, 3, 16)
     assert counter.get_total_flops() == forward
     with FlopCounterMode(display=False) as counter:
         loss.backward()

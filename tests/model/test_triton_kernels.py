@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from model.kernels import gdpa_tiles
 from model.kernels.block_attention import tiles
 from model.kernels.jagged_attention import forward_tiles, key_tiles, query_tiles
 
@@ -26,10 +27,11 @@ needs_triton = pytest.mark.skipif(
 )
 
 INTEGERS = {name: "*i64" for name in ("offsets", "order", "spans", "owner", "firsts")}
-FLOATS = {"lse": "*fp32", "delta": "*fp32", "scale": "fp32", "power": "fp32"}
+FLOATS = {"lse": "*fp32", "delta": "*fp32", "scale": "fp32", "power": "fp32", "alpha": "fp32", "beta": "fp32"}
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 SOFTMAX = {"WIDTH": 128, "PRECISION": "ieee"}
 BLOCK = {"BLOCK": 64, "RADIUS": 0}
+GDPA = {"ACTIVATION": "gelu"}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("jagged_attention", "_forward_kernel", {}),
     ("jagged_attention", "_query_kernel", {"SHARED": True}),
@@ -37,19 +39,30 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("block_attention", "_forward_kernel", BLOCK),
     ("block_attention", "_backward_kernel", BLOCK),
     ("block_attention", "_backward_kernel", BLOCK | {"RADIUS": 1}),
+    ("gdpa_tiles", "_forward_kernel", GDPA | {"KEYS": 128, "SPAN": 1024}),
+    ("gdpa_tiles", "_forward_kernel", GDPA | {"KEYS": 256, "SPAN": 1024}),
+    ("gdpa_tiles", "_backward_kernel", GDPA | {"KEYS": 128}),
 ]
 
 
-def cut_of(module: str, kernel: str, capability: int) -> Any:
-    """The tiles that the launcher chooses for 256 seeds or blocks of 64, heads of 128."""
+def name_of(case: tuple[str, str, dict[str, Any]]) -> str:
+    module, kernel, numbers = case
+    return f"{module}{kernel}{numbers.get('RADIUS', numbers.get('KEYS', ''))}"
+
+
+def cut_of(module: str, kernel: str, capability: int, keys: int = 0) -> Any:
+    """The tiles that the launcher chooses for 256 seeds, blocks of 64, or a number of keys; heads of 128."""
     if module == "block_attention":
         return tiles(64, 128)
+    if module == "gdpa_tiles":
+        return getattr(gdpa_tiles, kernel[1:].replace("kernel", "tiles"))(keys, 128)
     if kernel == "_query_kernel":
         return query_tiles(256, 128, capability)
     return {"_forward_kernel": forward_tiles, "_key_kernel": key_tiles}[kernel](256, 128)
 
 
 @needs_triton
+@pytest.mark.timeout(300)
 def test_interpreted_on_a_cpu_the_kernels_equal_their_definitions() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/model/interpreted_kernels.py"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -61,7 +74,7 @@ def test_interpreted_on_a_cpu_the_kernels_equal_their_definitions() -> None:
 @pytest.mark.parametrize(
     ("capability", "instruction"), [(90, "wgmma.mma_async"), (100, "tcgen05.mma")], ids=["sm_90", "sm_100"]
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}{case[1]}{case[2].get('RADIUS', '')}")
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_compiled_for_a_gpu_they_multiply_by_matrix_instructions_and_spill_no_register(
     case: tuple[str, str, dict[str, Any]],
     capability: int,
@@ -72,7 +85,7 @@ def test_compiled_for_a_gpu_they_multiply_by_matrix_instructions_and_spill_no_re
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module, name, more = case
     kernel = getattr(importlib.import_module(f"model.kernels.{module}"), name)
-    built = compiled(kernel, capability, cut_of(module, name, capability), SOFTMAX | more)
+    built = compiled(kernel, capability, cut_of(module, name, capability, more.get("KEYS", 0)), SOFTMAX | more)
     assert built.asm["ptx"].count(instruction) > 0
     assert stack_bytes(built.asm["cubin"], tmp_path) == 0
     assert built.metadata.shared <= 232448  # bytes that a program can have on either
