@@ -176,8 +176,8 @@ def _shown(steps: Iterator[Step]) -> Iterator[dict[str, Any]]:
 
 
 def _impressions(step: Step, items: list[str], prices: list[str]) -> Iterator[dict[str, Any]]:
-    amounts = sorted(amount for price in prices if (amount := whole(price)) is not None)
-    ranks = {amount: rank for rank, amount in reversed(list(enumerate(amounts)))}
+    cheapest = sorted((price for price in prices if whole(price) is not None), key=int)
+    ranks = {price: rank for rank, price in reversed(list(enumerate(cheapest)))}
     shared = {
         "user_id": step["user_id"],
         "surface": step["device"],
@@ -197,7 +197,7 @@ def _impressions(step: Step, items: list[str], prices: list[str]) -> Iterator[di
             "position": position,
             "list_position": position,
             "price": price,
-            "price_rank": ranks.get(whole(price)),
+            "price_rank": ranks.get(price),
             OUTCOME_PREFIX + "click": int(item == step["reference"]),
         }
 

@@ -47,15 +47,17 @@ def import_(console: Console, home: Home, *, source: Path, spec: Path | None, ma
     """An own log."""
     from feature_store.importing.kuairand import import_kuairand, is_kuairand
     from feature_store.importing.mapped import import_mapped
+    from feature_store.importing.trivago import import_trivago, is_trivago
 
     if not source.is_dir():
         raise NotFound(f"{source} is not a folder; give the folder that holds the files")
-    kuairand = spec is None and is_kuairand(source)
-    if spec is None and not kuairand:
-        raise InvalidInput(f"{source} does not hold KuaiRand's files; give --spec to say what it holds")
+    known = {"kuairand": (is_kuairand, import_kuairand), "trivago": (is_trivago, import_trivago)}
+    found = next((name for name, (holds, _) in known.items() if holds(source)), None) if spec is None else None
+    if spec is None and found is None:
+        raise InvalidInput(f"{source} does not hold KuaiRand's or trivago's files; give --spec to say what it holds")
     _must_be_empty(home)
-    home.adopt(spec or DATASETS / "kuairand.yaml")
-    run = import_kuairand if kuairand else import_mapped
+    home.adopt(spec or DATASETS / f"{found}.yaml")
+    run = known[found][1] if found else import_mapped
     with console.progress("import") as advance:
         report = run(source, home.tables(), home.spec(), max_reject_share=max_reject_share, progress=advance)
     rows = [[name, count, ""] for name, count in report.rows.items()]

@@ -80,7 +80,7 @@ def test_a_column_says_what_it_holds(layout: Layout) -> None:
     assert by_ad.aggregate.objective == "click"
 
 
-@pytest.mark.parametrize("name", ["kuairand", "world"])
+@pytest.mark.parametrize("name", ["kuairand", "trivago", "world"])
 def test_every_feature_and_counter_has_one_place(name: str) -> None:
     spec = load_spec(DATASETS / f"{name}.yaml")
     layout = Layout(spec)

@@ -47,7 +47,7 @@ def _problems(text: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["kuairand", "world"])
+@pytest.mark.parametrize("name", ["kuairand", "trivago", "world"])
 def test_the_specs_we_ship_are_good(name: str) -> None:
     assert load_spec(DATASETS / f"{name}.yaml").message.name == name
 

@@ -304,3 +304,12 @@ def _nothing_is_left_where_it_runs(tmp_path_factory: pytest.TempPathFactory, mon
     monkeypatch.chdir(folder)
     yield
     assert list(folder.iterdir()) == []
+
+
+def test_a_folder_of_trivagos_sessions_needs_no_spec(tmp_path: Path) -> None:
+    header = "user_id,session_id,timestamp,step,action_type,reference,platform,city,device,current_filters,impressions,prices"
+    clickout = "U,S,1541600000,1,clickout item,11,DE,Berlin,mobile,,10|11,90|50"
+    (tmp_path / "train.csv").write_text(f"{header}\n{clickout}\n")
+    done = gemctl("import", str(tmp_path), "--home", str(tmp_path / "home"), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"] == {"catalogue": 2, "outcomes": 1, "impressions": 2}
