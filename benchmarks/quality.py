@@ -1,6 +1,7 @@
 """Compares models on the same rows of a real log: base rates, LightGBM, published architectures, and the foundation model.
 
     python -m benchmarks.quality --data kuairand --source DIR --seeds 3 --json OUT
+    python -m benchmarks.quality --data trivago --source DIR --seeds 3 --json OUT
 
 Knows the protocol. Does not know models. Every model gets the same information: histories, counters, profiles, all as they
 were known at each impression's own time; every impression is a request of its own.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,46 +22,40 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.logs import LOGS, Log
 from benchmarks.measure import finish, parser
 from feature_store.batch import FeatureBatch, Targets
-from feature_store.importing.kuairand import import_kuairand
 from feature_store.layout import Layout
 from feature_store.replay import Replay
-from feature_store.spec import load_spec
-from feature_store.splits import Splits, day_ms
+from feature_store.splits import Splits
 from feature_store.tables import Tables
 from model.baselines.frame import Baseline
 from model.baselines.presets import PRESETS
 from model.gem.batch import Batch
 from model.training.base_rates import base_logits
-from model.training.evaluate import Predictions, SliceMetrics, compare, evaluate, predict
+from model.training.evaluate import POOLED, Predictions, SliceMetrics, compare, evaluate, predict
 from model.training.fitting import FitConfig, fit
 from model.training.learner import Learner
 from model.training.loss import Sums, masked_bce
-from model.training.metrics import Undefined
+from model.training.metrics import Undefined, mrr
 from model.training.optimizers import OptimizerConfig
 from model.training.parallel import Processes
 from model.training.quarantine import Quarantine
 from model.training.rows import ReplayRows
 from model.training.trainer import RunConfig, train
 
-ROOT = Path(__file__).resolve().parents[1]
-ZONE = "Asia/Shanghai"
 BATCH = 256
 """Rows of a neural model's step: of 128, 256 and 512 the best on the validation days for a tiny foundation model; DIN gets the same."""
 QUICK_MS = 3 * 3_600_000
 """Of each part of a quick run: enough for a few steps."""
-OBJECTIVES = ("click", "long_view", "like")
-BAR = {"click": 0.8465, "long_view": 0.8518}
-"""NE of LightGBM with counters measured on these rows outside of this project."""
 Fit = Callable[["Split", int], Predictions]
 
 
 class Split:
     """Training, validation and test rows of a log."""
 
-    def __init__(self, replay: Replay, bounds: tuple[int, int, int, int]) -> None:
-        self.replay, self.bounds = replay, bounds
+    def __init__(self, log: Log, replay: Replay, bounds: tuple[int, int, int, int]) -> None:
+        self.log, self.replay, self.bounds = log, replay, bounds
         first, train_end, valid_end, test_end = bounds
         self.train = ReplayRows(replay, first, train_end, requests="impression")
         self.valid = ReplayRows(replay, train_end, valid_end, requests="impression")
@@ -70,6 +65,12 @@ class Split:
         """All rows of a part, at once."""
         rows: ReplayRows = getattr(self, name)
         return rows.batch(np.arange(len(rows)))
+
+    def lists(self) -> npt.NDArray[np.int64]:
+        """[test rows] number of the list that a row was shown in: impressions of one user and instant."""
+        shown, at = self.test.examples.impression, self.replay.impressions
+        pairs = np.stack([at.user_key[shown], at.event_ms[shown]], axis=1)
+        return np.asarray(np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1), dtype=np.int64)
 
 
 def main() -> None:
@@ -84,11 +85,11 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     made = parser(__doc__.split("\n", 1)[0] if __doc__ else "")
-    made.add_argument("--data", choices=["kuairand"], default="kuairand", help="which log")
+    made.add_argument("--data", choices=[*LOGS], default="kuairand", help="which log")
     made.add_argument("--source", type=Path, required=True, help="folder of its files")
-    made.add_argument("--train-end", default="2022-05-02", help="last day of training, Asia/Shanghai")
-    made.add_argument("--valid-end", default="2022-05-04", help="last day of validation")
-    made.add_argument("--test-end", default="2022-05-06", help="last day of test")
+    made.add_argument("--train-end", help="last day of training in the log's zone, or the instant after it; else the log's own")
+    made.add_argument("--valid-end", help="last day of validation, or the instant after it")
+    made.add_argument("--test-end", help="last day of test, or the instant after it")
     made.add_argument("--seeds", type=int, default=3, help="runs of every neural model")
     made.add_argument("--preset", default="model.gem.presets:public_s", help="foundation model")
     made.add_argument("--epochs", type=int, default=1, help="passes over the training rows")
@@ -98,19 +99,18 @@ def _options() -> argparse.Namespace:
 
 
 def _split(options: argparse.Namespace, folder: Path) -> Split:
-    spec = load_spec(ROOT / "feature_store/datasets/kuairand.yaml")
-    tables = Tables(options.keep or folder)
+    log = LOGS[options.data]
+    spec, tables = log.spec(), Tables(options.keep or folder)
     if not tables.exists("impressions"):
-        import_kuairand(options.source, tables, spec)
+        log.fill(options.source, tables, spec)
     replay = Replay(spec, tables)
     first = int(replay.impressions.event_ms.min())
-    train_to, valid_to, test_to = (
-        day_ms(day, zone=ZONE, later=1) for day in (options.train_end, options.valid_end, options.test_end)
-    )
+    ends = (options.train_end, options.valid_end, options.test_end)
+    train_to, valid_to, test_to = (log.end_ms(given or own) for given, own in zip(ends, log.ends, strict=True))
     if options.quick:
         first, valid_to, test_to = train_to - QUICK_MS, train_to + QUICK_MS, train_to + 2 * QUICK_MS
     cut = Splits(train_from_ms=first, train_to_ms=train_to, valid_to_ms=valid_to, test_to_ms=test_to)
-    return Split(replay, (*cut.train, *cut.test))
+    return Split(log, replay, (*cut.train, *cut.test))
 
 
 def _models(options: argparse.Namespace) -> Mapping[str, Fit]:
@@ -152,7 +152,7 @@ def _lightgbm(split: Split, seed: int) -> Predictions:
     x = {name: codes.table(batch) for name, (batch, _) in parts.items()}
     out = np.zeros(parts["test"][1].labels.shape)
     for k, objective in enumerate(split.replay.spec.objectives):
-        if objective not in OBJECTIVES:
+        if objective not in split.log.objectives:
             continue
         label = {name: targets.labels[:, k] for name, (_, targets) in parts.items()}
         train = lightgbm.Dataset(x["train"], label["train"], free_raw_data=False)
@@ -238,46 +238,61 @@ def ensemble(runs: list[Predictions]) -> Predictions:
 def _report(
     split: Split, runs: Mapping[str, list[Predictions]], options: argparse.Namespace
 ) -> tuple[list[str], list[list[object]], dict[str, Any]]:
-    spec = split.replay.spec
+    log, spec = split.log, split.replay.spec
     measured = {name: [evaluate(run, spec.surfaces, spec.objectives) for run in made] for name, made in runs.items()}
     versus = {
         name: compare(made[0], runs["lightgbm"][0], spec.surfaces, spec.objectives, num_draws=200 if options.quick else 1000)
         for name, made in runs.items()
         if name != "lightgbm" and "lightgbm" in runs
     }
+    lists, ranked = (split.lists(), ["mrr"]) if log.lists else (None, [])
     rows, cells = [], []
-    for slice_ in [("all", o) for o in OBJECTIVES] + [(s, o) for s in spec.surfaces for o in OBJECTIVES]:
-        for name in runs:
+    for slice_ in [(s, o) for s in (POOLED, *spec.surfaces) for o in log.objectives]:
+        for name, made in runs.items():
             cell = _cell([evaluation[slice_] for evaluation in measured[name]])
+            cell["mrr"] = None if lists is None else _median([_mrr(run, lists, split, slice_) for run in made])
             interval = versus.get(name, {}).get(slice_)
             cells.append({"surface": slice_[0], "objective": slice_[1], "model": name, **cell, "against_lightgbm": _interval(interval)})
-            shown = [cell[key] for key in ("ne", "ne_spread", "auc", "gauc", "calibration", "rows")]
+            shown = [cell[key] for key in ("ne", "ne_spread", "auc", "gauc", *ranked, "calibration", "rows")]
             rows.append([f"{slice_[0]} · {slice_[1]} · {name}", *shown, _shown(interval)])
-    columns = ["slice · model", "NE", "±", "AUC", "GAUC", "calibration", "rows", "NE − LightGBM (95 %)"]
+    columns = [
+        "slice · model", "NE", "±", "AUC", "GAUC", *map(str.upper, ranked), "calibration", "rows", "NE − LightGBM (95 %)",
+    ]  # fmt: skip
     return columns, rows, {
-        "benchmark": "quality on KuaiRand-Pure", "cells": cells, "bar": BAR, "seeds": options.seeds,
+        "benchmark": f"quality on {log.title}", "cells": cells, "bar": dict(log.bar), "seeds": options.seeds,
         "bounds_ms": split.bounds, "rows": {"train": len(split.train), "valid": len(split.valid), "test": len(split.test)},
         "preset": options.preset, "batch": BATCH, "epochs": options.epochs, "quick": options.quick,
     }  # fmt: skip
 
 
-def _cell(slices: list[SliceMetrics]) -> dict[str, Any]:
-    def values(of: Callable[[SliceMetrics], float | Undefined]) -> list[float]:
-        return [float(v) for v in map(of, slices) if not isinstance(v, Undefined)]
+def _mrr(run: Predictions, lists_N: npt.NDArray[np.int64], split: Split, slice_: tuple[str, str]) -> float | Undefined:
+    """Mean reciprocal rank of a run in one surface and objective."""
+    surface, objective = slice_
+    kept, k = np.ones(len(lists_N), dtype=np.bool_), split.replay.spec.objectives.index(objective)
+    if surface != POOLED:
+        kept = run.surface_N == split.replay.spec.surface_index(surface)
+    return mrr(run.probabilities_NK[kept, k], run.labels_NK[kept, k], lists_N[kept])
 
-    ne = values(lambda s: s.ne)
+
+def _cell(slices: list[SliceMetrics]) -> dict[str, Any]:
+    ne = _defined(s.ne for s in slices)
     return {
         "ne": _median(ne),
         "ne_spread": (max(ne) - min(ne)) / 2 if ne else None,
-        "auc": _median(values(lambda s: s.auc)),
-        "gauc": _median(values(lambda s: s.gauc.value)),
-        "calibration": _median(values(lambda s: s.calibration)),
+        "auc": _median(s.auc for s in slices),
+        "gauc": _median(s.gauc.value for s in slices),
+        "calibration": _median(s.calibration for s in slices),
         "rows": slices[0].rows,
     }
 
 
-def _median(values: list[float]) -> float | None:
-    return float(np.median(values)) if values else None
+def _defined(values: Iterable[float | Undefined]) -> list[float]:
+    return [float(value) for value in values if not isinstance(value, Undefined)]
+
+
+def _median(values: Iterable[float | Undefined]) -> float | None:
+    defined = _defined(values)
+    return float(np.median(defined)) if defined else None
 
 
 def _interval(interval: Any) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Measures predictions against outcomes: NE, AUC, grouped AUC, calibration, and intervals of their differences.
+"""Measures predictions against outcomes: NE, AUC, grouped AUC, reciprocal rank, calibration, and intervals of their differences.
 
 Knows arrays of predictions, labels and users. Does not know models, surfaces or where rows come from.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import comb
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -81,6 +82,34 @@ def gauc(scores_N: Values, labels_N: Values, users_N: Values) -> GroupedAuc:
     """Σ n_u·AUC_u / Σ n_u over the users that have both classes."""
     users = _per_user_auc(scores_N, labels_N, users_N)
     return users.total(np.ones(len(users.rows_U)))
+
+
+def mrr(scores_N: Values, labels_N: Values, lists_N: Values) -> Value:
+    """Mean over lists of the expected 1 / place of the best placed positive row (Voorhees 1999); ties are in random order.
+
+    Lists without a positive have no such place and are left out.
+    """
+    positives, negatives = _counts(labels_N)
+    if not positives:
+        return Undefined(positives, negatives)
+    scores, (_, list_N) = np.asarray(scores_N, np.float64), np.unique(lists_N, return_inverse=True)
+    best_L = np.full(list_N.max() + 1, -np.inf)
+    positive_N = np.asarray(labels_N, np.float64) > 0
+    np.maximum.at(best_L, list_N[positive_N], scores[positive_N])
+    tied_N = scores == best_L[list_N]
+    places = np.stack([np.bincount(list_N[rows], minlength=len(best_L)) for rows in (
+        scores > best_L[list_N], tied_N, tied_N & positive_N
+    )], axis=1)  # fmt: skip
+    kinds, counts = np.unique(places[np.isin(np.arange(len(best_L)), list_N[positive_N])], axis=0, return_counts=True)
+    return float(np.average([_reciprocal(*kind) for kind in kinds.tolist()], weights=counts))
+
+
+def _reciprocal(above: int, tied: int, positives: int) -> float:
+    """Expected 1 / place of the first of some positives among tied rows in random order, below rows that rank above.
+
+    The first stands at place j of the tied rows in C(tied − j, positives − 1) of C(tied, positives) orders.
+    """
+    return sum(comb(tied - j, positives - 1) / (above + j) for j in range(1, tied - positives + 2)) / comb(tied, positives)
 
 
 def calibration(probabilities_N: Values, labels_N: Values) -> Value:

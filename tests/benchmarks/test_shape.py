@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.scaling import law, slope_ratio
@@ -18,7 +19,8 @@ from benchmarks.trials import Trial
 from model.baselines.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = Path(os.environ.get("GEM_DATA", ROOT.parent / "shared" / "data")) / "kuairand"
+LOGS = Path(os.environ.get("GEM_DATA", ROOT.parent / "shared" / "data"))
+DATA = LOGS / "kuairand"
 
 
 def _run(name: str, out: Path, *arguments: str) -> dict[str, object]:
@@ -66,6 +68,21 @@ def test_the_quality_benchmark_puts_every_model_on_the_same_rows(tmp_path: Path)
     assert set(pooled) == models
     assert len({c["rows"] for c in pooled.values()}) == 1
     assert all(0.5 < c["ne"] < 1.5 for c in pooled.values())
+
+
+@pytest.mark.timeout(300)
+def test_the_quality_benchmark_ranks_the_lists_of_trivago(tmp_path: Path) -> None:
+    if not (LOGS / "trivago").exists():
+        pytest.skip(f"real logs are not at {LOGS}; set GEM_DATA to run this")
+    for path in (LOGS / "trivago").glob("*.parquet"):
+        pq.write_table(pq.read_table(path).slice(0, 12_000), tmp_path / path.name)  # sessions of a few hundred users
+    ends = ["--train-end", "2018-11-07", "--valid-end", "2018-11-08T08:00", "--test-end", "2018-11-08T17:00Z"]
+    result = _run("quality", tmp_path / "out.json", "--data", "trivago", "--source", str(tmp_path), *ends, "--models", "rate,lightgbm")
+    cells = result["cells"]
+    assert isinstance(cells, list)
+    rate, counters = (next(c for c in cells if c["surface"] == "all" and c["model"] == name) for name in ("rate", "lightgbm"))
+    assert 0.1 < rate["mrr"] < counters["mrr"] < 1
+    assert counters["ne"] < rate["ne"]
 
 
 @pytest.mark.timeout(300)

@@ -63,6 +63,22 @@ def test_gauc_weighs_users_by_rows_and_reports_who_is_left_out(rows: list[tuple[
         assert isinstance(found.value, Undefined)
 
 
+@given(st.lists(st.tuples(st.sampled_from([0.1, 0.5, 0.9]), st.integers(0, 1), st.integers(0, 2)), max_size=7))
+def test_mrr_is_the_mean_reciprocal_place_of_the_first_positive_over_every_order_of_ties(rows: list[tuple[float, int, int]]) -> None:
+    scores, labels, lists = columns(rows)
+    each = []
+    for own in (lists == one for one in np.unique(lists)):
+        if labels[own].any():
+            orders = itertools.permutations(zip(scores[own], labels[own], strict=True))
+            sorted_orders = [o for o in orders if all(a[0] >= b[0] for a, b in itertools.pairwise(o))]
+            each.append(np.mean([1 / (1 + [label for _, label in order].index(1)) for order in sorted_orders]))
+    found = metrics.mrr(scores, labels, lists)
+    if each:
+        assert found == pytest.approx(np.mean(each), abs=1e-12)
+    else:
+        assert found == Undefined(0, len(rows))
+
+
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_predicting_the_base_rate_has_ne_one(positives: int, negatives: int) -> None:
     labels = np.r_[np.ones(positives), np.zeros(negatives)]
