@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from model.gem.config import GemConfig
 from model.kernels.block_attention import Blocks, block_attention
-from model.kernels.gdpa import gdpa
+from model.kernels.pffn_block import pffn_block
 from model.nn.interaction import MixtureOfWukongExperts, WeightGen
 from model.nn.jagged import Jagged
-from model.nn.norm import layer_norm, rms_norm
+from model.nn.norm import rms_norm
 from model.nn.pooling import HierarchicalSeedPooling
 from model.nn.time import rotate
 
@@ -47,11 +47,9 @@ class PersonalizedFeedForward(nn.Module):
 
     def forward(self, s_TD: Tensor, summary_RMD: Tensor, layout: Jagged) -> Tensor:
         """[T, D]"""
-        normal = layer_norm(s_TD)
         k = rms_norm(self.key(summary_RMD).unflatten(-1, (self.heads, -1)))
         v = self.value(summary_RMD).unflatten(-1, (self.heads, -1))
-        q = rms_norm(normal.unflatten(-1, (self.heads, -1)))
-        return rms_norm(gdpa(q, k, v, layout).flatten(1) + normal) + s_TD
+        return pffn_block(s_TD, k, v, layout)
 
 
 class BlockSelfAttention(nn.Module):

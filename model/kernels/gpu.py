@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "AVAILABLE", "WIDEST", "alike", "capability", "columns", "jit", "key_step", "load_tile", "longest_first", "on_gpu",
+    "AVAILABLE", "WIDEST", "alike", "autocasts", "capability", "columns", "jit", "key_step", "load_tile", "longest_first", "on_gpu",
     "precision", "query_step", "row_dots", "scales", "softmax_step", "store_tile", "tiles_of", "tl",
 ]  # fmt: skip
 
@@ -54,11 +54,14 @@ def precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether products on this device take autocast's dtype now."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def alike(*inputs: Tensor) -> tuple[Tensor, ...]:
     """Inputs of one dtype (autocast's, where it is on), with numbers of a row side by side."""
-    kind = inputs[0].dtype
-    if inputs[0].is_cuda and torch.is_autocast_enabled("cuda"):
-        kind = torch.get_autocast_dtype("cuda")
+    kind = torch.get_autocast_dtype(inputs[0].device.type) if autocasts(inputs[0].device) else inputs[0].dtype
     return tuple(x.to(kind) if x.stride(-1) == 1 else x.to(kind).contiguous() for x in inputs)
 
 

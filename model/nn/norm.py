@@ -29,16 +29,28 @@ def rms_norm(x: Tensor) -> Tensor:
     return normal
 
 
-class _RootMeanSquare(torch.autograd.Function):
-    """y = x·s, s = 1/√(mean x² + ε); dx = s·(dy − y·mean(dy·y)).
+def inverse_rms(x: Tensor) -> Tensor:
+    """1 / √(mean x² + 1e-5) [..., 1]: what RMSNorm scales rows by."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.square_().div_(x.shape[-1]).add_(EPS).rsqrt_()
 
-    Torch 2 composes it of ten recorded operations on a CPU, at more than twice the time.
-    """
+
+def rms_norm_backward(gradient: Tensor, normal: Tensor, scale: Tensor) -> Tensor:
+    """s·(dy − y·mean(dy·y)), for y = x·s."""
+    out = torch.empty_like(normal)
+    rows = len(normal) if normal.is_cuda else max(1, CACHED * len(normal) // max(1, normal.numel()))
+    for dy, y, s, dx in zip(*(x.split(max(1, rows)) for x in (gradient, normal, scale, out)), strict=True):
+        along = (dy * y).mean(-1, keepdim=True)
+        torch.addcmul(dy, y, along, value=-1, out=dx).mul_(s)
+    return out
+
+
+class _RootMeanSquare(torch.autograd.Function):
+    """y = x·s and its gradient. Torch 2 composes it of ten recorded operations on a CPU, at more than twice the time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = scale.square_().div_(x.shape[-1]).add_(EPS).rsqrt_()
+        scale = inverse_rms(x)
         normal = x * scale
         ctx.save_for_backward(normal, scale)
         return normal
@@ -46,10 +58,4 @@ class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        normal, scale = ctx.saved_tensors
-        out = torch.empty_like(normal)
-        rows = len(normal) if normal.is_cuda else max(1, CACHED * len(normal) // max(1, normal.numel()))
-        for dy, y, s, dx in zip(*(x.split(max(1, rows)) for x in (gradient, normal, scale, out)), strict=True):
-            along = (dy * y).mean(-1, keepdim=True)
-            torch.addcmul(dy, y, along, value=-1, out=dx).mul_(s)
-        return out
+        return rms_norm_backward(gradient, *ctx.saved_tensors)
