@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-ALONE = ("kernels", "precision", "serving")
+ALONE = ("candidates", "efficiency", "kernels", "precision", "serving")
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ Knows clocks and machines. Does not know what is measured.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -48,6 +49,22 @@ def alternate(rivals: Mapping[str, Callable[[], object]], *, rounds: int) -> dic
     return {
         name: Timing(statistics.median(values), min(values), max(values), rounds) for name, values in seconds.items()
     }
+
+
+def peak_megabytes(run: Callable[[], object]) -> float | None:
+    """Memory that a run needs at once beyond what the process held before, in MB; None where the system does not say."""
+    if sys.platform != "linux":
+        return None
+    ctypes.CDLL(None).malloc_trim(0)  # else it would reuse what earlier runs left
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _resident("VmRSS")
+    run()
+    return (_resident("VmHWM") - before) / 1e6
+
+
+def _resident(field: str) -> int:
+    line = next(line for line in _read("/proc/self/status").splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
 
 
 def parser(description: str) -> argparse.ArgumentParser:

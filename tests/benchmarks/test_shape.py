@@ -39,6 +39,28 @@ def test_the_kernels_benchmark_times_both_sides(tmp_path: Path) -> None:
     assert all(cell["ratio"] > 0 for cell in cells)
 
 
+def test_the_candidates_benchmark_times_every_model_and_its_memory(tmp_path: Path) -> None:
+    result = _run("candidates", tmp_path / "out.json")
+    cells, absent = result["cells"], result["absent"]
+    assert isinstance(cells, list)
+    assert isinstance(absent, dict)
+    assert {"public_s", "tiny", "HSTU", "DIN"} <= {cell["model"] for cell in cells}
+    assert len({cell["model"] for cell in cells}) == 6 - len(absent)
+    assert {(cell["events"], cell["candidates"]) for cell in cells} == {(20, 1), (20, 100)}
+    assert all(cell["times"]["low"] <= cell["times"]["median"] <= cell["times"]["high"] for cell in cells)
+    assert all(cell["ratios"]["public_s"] == 1 for cell in cells if cell["model"] == "public_s")
+
+
+def test_the_efficiency_benchmark_says_what_every_part_saves(tmp_path: Path) -> None:
+    cells = _run("efficiency", tmp_path / "out.json", "--plot", str(tmp_path / "out.svg"))["cells"]
+    assert isinstance(cells, list)
+    assert {cell["part"] for cell in cells} == {"schedule", "attention", "padding", "training"}
+    assert all(cell["value"] > 0 for cell in cells)
+    (saved,) = (cell for cell in cells if cell["case"] == "published shape, layers")
+    assert saved["value"] == pytest.approx(0.43, abs=0.03)
+    assert (tmp_path / "out.svg").stat().st_size
+
+
 @pytest.mark.timeout(300)
 def test_the_precision_benchmark_sets_formats_and_arms_against_float32(tmp_path: Path) -> None:
     result = _run("precision", tmp_path / "out.json")
