@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from feature_store.batch import FeatureBatch, Targets
 from model.training import metrics
+from model.training.ahead import read_ahead
 from model.training.metrics import GroupedAuc, Interval, Metric, Undefined, Value
 from model.training.rows import RowSource
 
@@ -64,11 +65,10 @@ def predict(score: Score, rows: RowSource, *, batch_requests: int = 512) -> Pred
     Raises:
         ValueError: there are no rows.
     """
-    parts = []
-    for start in range(0, len(rows), batch_requests):
-        batch, targets = rows.batch(np.arange(start, min(start + batch_requests, len(rows))))
-        parts.append(_scored(score, batch, targets))
-    return concatenate(parts)
+    read = read_ahead(
+        lambda start: rows.batch(np.arange(start, min(start + batch_requests, len(rows)))), range(0, len(rows), batch_requests)
+    )
+    return concatenate([_scored(score, batch, targets) for _, (batch, targets) in read])
 
 
 class Progressive:

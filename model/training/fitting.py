@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 from feature_store.batch import FeatureBatch, Targets
 from feature_store.errors import FailedPrecondition, InvalidInput
 from model.training import checkpoint
+from model.training.ahead import read_ahead
 from model.training.checkpoint import Checkpoint
 from model.training.learner import Learner, StepLog
 from model.training.parallel import Processes
@@ -173,15 +173,8 @@ def _batches(
     rows: RowSource, order: BatchOrder, steps: Sequence[int], processes: Processes
 ) -> Iterator[tuple[int, FeatureBatch, Targets]]:
     """The process's share of each step; the next one is gathered while the last is trained on."""
-    if not steps:
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="gather") as pool:
-        ahead = pool.submit(rows.batch, processes.share(order.rows(steps[0])))
-        for index, step in enumerate(steps):
-            batch, targets = ahead.result()
-            if index + 1 < len(steps):
-                ahead = pool.submit(rows.batch, processes.share(order.rows(steps[index + 1])))
-            yield step, batch, targets
+    for step, made in read_ahead(lambda step: rows.batch(processes.share(order.rows(step))), steps):
+        yield step, *made
 
 
 def _count(log: FitLog, step: int, done: StepLog, learner: Learner, targets: Targets, flops: float, seconds: float) -> None:

@@ -5,6 +5,7 @@ Knows the order of calls. Does not know options or terminals. Torch is imported 
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,7 @@ def annotate(console: Console, home: Home, *, period: Period) -> None:
             store, space_id=pinned.space_id, num_objectives=len(replay.spec.objectives),
             num_bytes=loaded.teacher.config.compressor.dim // 2,
         )  # fmt: skip
-        annotator = Annotator(replay, pinned, LoopFmMetrics(CollectorRegistry()), memory=memory)
+        annotator = Annotator(replay, pinned, LoopFmMetrics(CollectorRegistry()), memory=memory, at_once=os.cpu_count() or 1)
         with console.progress("annotate") as advance:
             done = annotator.annotate(begin, end, on_progress=advance)
     console.result(done._asdict(), table("annotated", ["what", "count"], list(done._asdict().items())))

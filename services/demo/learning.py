@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -92,24 +91,13 @@ def learn_foundation(
         learned.losses.extend(snapshot.log.losses)
         learned.drift.append(snapshot.drift)
         last = snapshot.annotate_to_ms >= days.end_ms
-        with _threads(os.cpu_count() or 1):  # nothing is read meanwhile
-            _annotate(replay, pinned, metrics, snapshot, None if last else store, learned)
-            if last:
-                _score_and_publish(snapshot, replay, days, models, learned)
+        _annotate(replay, pinned, metrics, snapshot, None if last else store, learned)
+        if last:
+            _score_and_publish(snapshot, replay, days, models, learned)
     assert learned is not None
     learned.flops_per_example = flops / 3.0 / max(1.0, rows)
     learned.mfu = flops / max(seconds, 1e-9) / ceiling.measured
     return learned
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def learn_verticals(config: DemoConfig, replay: Replay, days: Days, models: Path, learned: Learned, console: Console) -> None:
@@ -189,7 +177,7 @@ def _annotate(
             store, space_id=pinned.space_id, num_objectives=len(replay.spec.objectives),
             num_bytes=snapshot.teacher.config.compressor.dim // 2,
         )  # fmt: skip
-    annotator = Annotator(replay, pinned, metrics, memory=memory)
+    annotator = Annotator(replay, pinned, metrics, memory=memory, at_once=os.cpu_count() or 1)
     done = annotator.annotate(snapshot.annotate_from_ms, snapshot.annotate_to_ms)
     for name in ("rows", "forwards", "memories", "self_label_seen"):
         learned.annotated[name] = learned.annotated.get(name, 0) + getattr(done, name)

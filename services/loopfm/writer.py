@@ -23,6 +23,8 @@ from feature_store.ids import ABSENT
 from feature_store.layout import column_index
 from feature_store.replay import Examples, Replay, Requests
 from feature_store.tables import Tables, between
+from model.training.ahead import read_ahead
+from model.training.teacher import Annotation
 from services.loopfm.memory import Label, MemoryWriter
 from services.loopfm.metrics import ANNOTATION, LoopFmMetrics
 from services.loopfm.records import (
@@ -146,11 +148,17 @@ class Annotator:
         requests: Requests = "request",
         delay: Delay | None = None,
         batch_requests: int = 256,
+        at_once: int = 1,
         expected_space: bytes = b"",
     ) -> None:
-        """Raises FailedPrecondition if the snapshot writes another space than the memory's or the `expected_space`."""
+        """Batches are computed `at_once`, each on a thread of its own.
+
+        Raises:
+            FailedPrecondition: the snapshot writes another space than the memory's or the `expected_space`.
+        """
         self._replay, self._pinned, self._metrics = replay, pinned, metrics
-        self._requests, self._delay, self._batch_requests = requests, delay or Delay(), batch_requests
+        self._requests, self._delay = requests, delay or Delay()
+        self._batch_requests, self._at_once = batch_requests, at_once
         self._sink = Sink(
             replay.tables, pinned, metrics,
             surfaces=replay.spec.surfaces, memory=memory, delay=self._delay, expected_space=expected_space,
@@ -196,10 +204,9 @@ class Annotator:
         """One forward for each batch of requests that have an impression to annotate."""
         todo = np.append(0, np.cumsum(~done[examples.impression]))
         pending = np.flatnonzero(np.diff(todo[examples.offsets]))
-        for start in range(0, len(pending), self._batch_requests):
-            rows = pending[start : start + self._batch_requests]
-            batch, _ = self._replay.batch(examples, rows)
-            said = self._pinned.teacher.annotate(batch)
+        steps = [pending[start : start + self._batch_requests] for start in range(0, len(pending), self._batch_requests)]
+        finished = 0
+        for rows, (batch, said) in read_ahead(lambda rows: self._forward(examples, rows), steps, at_once=self._at_once):
             self._metrics.forwards.labels(ANNOTATION).inc()
             shown = np.concatenate([examples.impression[examples.offsets[r] : examples.offsets[r + 1]] for r in rows])
             impressions, keep = self._impressions(batch, shown), ~done[shown]
@@ -210,7 +217,12 @@ class Annotator:
                 self_label_seen=self._pinned.self_label_seen(shown[keep], kept.event_ms),
                 available_ms=kept.event_ms + self._delay.sample(kept.example_id),
             )  # fmt: skip
-            on_progress(min(start + len(rows), len(pending)), len(pending))
+            finished += len(rows)
+            on_progress(finished, len(pending))
+
+    def _forward(self, examples: Examples, rows: Ints) -> tuple[FeatureBatch, Annotation]:
+        batch, _ = self._replay.batch(examples, rows)
+        return batch, self._pinned.teacher.annotate(batch)
 
     def _impressions(self, batch: FeatureBatch, shown: Ints) -> Impressions:
         log = self._replay.impressions
