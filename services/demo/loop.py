@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from feature_store.errors import InvalidInput
 from feature_store.importing.kuairand import import_kuairand, is_kuairand
 from feature_store.importing.mapped import import_mapped
 from feature_store.online import OnlineStore, open_store
@@ -46,6 +47,7 @@ def run_demo(config: DemoConfig, home: Home, console: Console, *, data: Path | N
 
     Raises:
         FailedPrecondition: the home holds a platform that no demo made.
+        InvalidInput: `data` is no log that is known, and no spec says what it is.
     """
     stages: dict[str, float] = {}
     with _stage("data", stages):
@@ -71,8 +73,7 @@ def run_demo(config: DemoConfig, home: Home, console: Console, *, data: Path | N
 
 def _load(config: DemoConfig, home: Home, console: Console, data: Path | None) -> tuple[Replay, Mapping[str, int]]:
     kuairand = data is not None and is_kuairand(data)
-    own = data / "spec.yaml" if data is not None and not kuairand else None
-    chosen = own or DATASETS / ("kuairand.yaml" if kuairand else "world.yaml")
+    chosen = _spec_of(data, kuairand=kuairand)
     load_spec(chosen)  # a demo that cannot begin removes nothing
     home.start_over()
     home.adopt(chosen)
@@ -86,6 +87,17 @@ def _load(config: DemoConfig, home: Home, console: Console, data: Path | None) -
         else:
             rejects = import_mapped(data, tables, spec, progress=advance).rejects
     return Replay(spec, tables), dict(rejects)
+
+
+def _spec_of(data: Path | None, *, kuairand: bool) -> Path:
+    if data is None or kuairand:
+        return DATASETS / ("kuairand.yaml" if kuairand else "world.yaml")
+    own = data / "spec.yaml"
+    if not own.exists():
+        raise InvalidInput(
+            f"{data} holds neither KuaiRand's files nor a spec.yaml; put a spec.yaml there that says what its files hold"
+        )
+    return own
 
 
 def _materialize(
