@@ -108,6 +108,8 @@ def learn_verticals(config: DemoConfig, replay: Replay, days: Days, models: Path
         space_id = pair_space_id(learned.space_id)
         replay.with_pairs(replayed_pairs(replay, space_id, from_ms=days.annotate_ms, lifetimes=lifetimes))
         advance(1, 1)
+    rows = ReplayRows(replay, days.annotate_ms, days.test_ms)
+    rows.batch(np.arange(min(1, len(rows))))  # reads the tables here: their reader does not survive a fork
     jobs = [(surface, name) for surface in replay.spec.surfaces for name in ARMS]
     made: dict[tuple[str, str], TaughtVertical] = {}
     results = forked(
