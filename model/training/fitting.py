@@ -40,15 +40,15 @@ class FitConfig:
     window_requests: int = 8192
     """Requests that are shuffled among themselves; time order is kept beyond."""
     epochs: int = 1
-    table_epochs: int = 1
-    """Passes in which embedding tables learn. Ids overfit from their second pass on while dense weights still gain, so
-    tables are frozen after the first by default."""
+    fresh_tables: bool = True
+    """Embedding tables start over with every pass (MEDA, Liu et al. 2023, arXiv 2305.19531): they know the labels of rows that
+    they have seen, so that in a second pass dense weights would learn to trust them, even if they were frozen."""
     seed: int = 0
     checkpoint_steps: int = 0
     """Steps between checkpoints; 0 writes none."""
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_requests", 1), ("window_requests", 1), ("epochs", 1), ("table_epochs", 0)):
+        for name, least in (("batch_requests", 1), ("window_requests", 1), ("epochs", 1)):
             if getattr(self, name) < least:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.checkpoint_steps < 0:
@@ -134,10 +134,9 @@ def fit(
     for step, batch, targets in _batches(rows, order, range(log.first_step, last), learner.processes):
         batch, targets = quarantine.clean(batch, targets)
         before_step(batch, targets)
-        freeze = order.epoch(step) >= config.table_epochs
-        done = learner.step(
-            steps_before + step, schedule_steps or order.num_steps, batch, targets, freeze_tables=freeze
-        )
+        if config.fresh_tables and step and order.epoch(step) > order.epoch(step - 1):
+            learner.start_tables_over(steps_before + step)
+        done = learner.step(steps_before + step, schedule_steps or order.num_steps, batch, targets)
         _count(log, step, done, learner, targets, TRAINING_FACTOR * flops(batch), time.perf_counter() - start)
         on_progress(_progress(log, order.num_steps, ceiling, learner.processes.world_size))
         if place and config.checkpoint_steps and (step + 1) % config.checkpoint_steps == 0:

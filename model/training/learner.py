@@ -64,9 +64,7 @@ class Learner:
         self._seed = seed
         processes.copy_from_first([*model.parameters(), *model.buffers()])
 
-    def step(
-        self, step: int, num_steps: int, batch: FeatureBatch, targets: Targets, *, freeze_tables: bool = False
-    ) -> StepLog:
+    def step(self, step: int, num_steps: int, batch: FeatureBatch, targets: Targets) -> StepLog:
         """One step on this process's share of a batch, which may be empty."""
         self.model.train()
         # Dropout of a step follows from its number, so that a resumed run draws what it would have drawn.
@@ -77,9 +75,14 @@ class Learner:
         if terms:
             torch.autograd.backward(self._loss(terms, totals))
         self.processes.sum_gradients(self.optimizer.parameters)
-        norm, moved = self.optimizer.step(step, num_steps, freeze_tables=freeze_tables)
+        norm, moved = self.optimizer.step(step, num_steps)
         self.skipped += not moved
         return self._log(step, totals, norm, moved)
+
+    def start_tables_over(self, step: int) -> None:
+        """Draws embedding tables anew before `step`, and forgets how far they had moved; the same on every process."""
+        torch.manual_seed((self._seed * 1_000_003 + step) * 1_009 % 2**31)
+        self.optimizer.start_tables_over(self.model)
 
     def _totals(self, terms: Mapping[str, Sums]) -> Mapping[str, Sums]:
         """Sums over all processes, in one collective."""

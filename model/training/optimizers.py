@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from feature_store.errors import FailedPrecondition, InvalidInput
 
@@ -95,7 +96,7 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def step(self, step: int, num_steps: int, *, freeze_tables: bool = False) -> tuple[float, bool]:
+    def step(self, step: int, num_steps: int) -> tuple[float, bool]:
         """Clips and moves; returns the gradient's norm and whether weights moved.
 
         A norm that is not finite moves nothing. Gradients must already be summed over processes, so that all decide alike.
@@ -110,9 +111,14 @@ class Optimizer:
         if self._adam is not None:
             self._adam.param_groups[0]["lr"] = share * self._config.dense_rate
             self._adam.step()
-        if not freeze_tables:
-            self._tables.step(share * self._config.table_rate)
+        self._tables.step(share * self._config.table_rate)
         return norm, True
+
+    def start_tables_over(self, model: nn.Module) -> None:
+        """Draws the model's embedding tables as they were drawn when it was made; rows move at their full rate again."""
+        draw_tables(model)
+        for sums in self._tables.square_sums.values():
+            sums.zero_()
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, by parameter name."""
@@ -177,6 +183,16 @@ def table_parameters(model: nn.Module) -> dict[str, Parameter]:
         for name, parameter in model.named_parameters()
         if any(name.startswith(f"{prefix}.") if prefix else True for prefix in collections) and parameter.dim() == 2
     }
+
+
+@torch.no_grad()
+def draw_tables(model: nn.Module) -> None:
+    """Draws every embedding table by its own initial distribution."""
+    for module in model.modules():
+        if isinstance(module, EmbeddingCollection):
+            for table in module.embedding_configs():
+                assert table.init_fn is not None
+                table.init_fn(module.embeddings[table.name].weight)
 
 
 def _values(gradient: Tensor) -> Tensor:

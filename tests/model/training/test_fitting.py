@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import os
 import socket
@@ -120,12 +119,13 @@ def test_rows_that_no_batch_held_keep_their_embedding(tmp_path: Path) -> None:
     assert not touched[0]
 
 
-def test_twenty_steps_are_ten_and_ten_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [200, 80, 56], ids=["in the first pass", "between passes", "in the second pass"])
+def test_twenty_steps_are_ten_and_ten_to_the_bit(tmp_path: Path, rows: int) -> None:
     whole, half, rest = learner(), learner(), learner()
-    straight = run(whole, tmp_path, until_step=20)
-    place = Place(folder=tmp_path / "run", facts={"spec": "a"})
-    first = run(half, tmp_path, until_step=10, place=place, config={"checkpoint_steps": 10})
-    second = run(rest, tmp_path, until_step=20, place=place, config={"checkpoint_steps": 10})
+    straight = run(whole, tmp_path, rows, until_step=20, config={"epochs": 2})
+    place, config = Place(folder=tmp_path / "run", facts={"spec": "a"}), {"checkpoint_steps": 10, "epochs": 2}
+    first = run(half, tmp_path, rows, until_step=10, place=place, config=dict(config))
+    second = run(rest, tmp_path, rows, until_step=20, place=place, config=dict(config))
     assert first.losses + second.losses == straight.losses
     assert second.first_step == 10
     for (name, one), two in zip(whole.model.state_dict().items(), rest.model.state_dict().values(), strict=True):
@@ -197,17 +197,23 @@ def test_a_batch_without_any_settled_label_moves_nothing(tmp_path: Path) -> None
     assert all(torch.equal(p, before[name]) for name, p in who.model.named_parameters())
 
 
-@pytest.mark.parametrize("table_epochs", [0, 1, 2])
-def test_tables_learn_in_their_epochs_only(tmp_path: Path, table_epochs: int) -> None:
+@pytest.mark.parametrize("fresh", [True, False])
+def test_tables_start_over_with_every_pass(tmp_path: Path, fresh: bool) -> None:
+    """A row that the second pass has not met yet is back at its first size, and no table knows the first pass's labels."""
     who = learner()
     table = next(p for name, p in who.model.named_parameters() if name.startswith("ids."))
-    after: list[torch.Tensor] = [table.detach().clone()]
-    run(
-        who, tmp_path, rows=80, config={"epochs": 2, "table_epochs": table_epochs},
-        on_progress=lambda progress: after.append(table.detach().clone()),
-    )  # fmt: skip
-    moved = [not torch.equal(one, two) for one, two in itertools.pairwise(after)]
-    assert moved == [step < 10 * table_epochs for step in range(20)]
+    learned, norms = torch.zeros_like(table), []
+
+    def keep(progress: Progress) -> None:
+        norms.append(float(table.detach().norm()))
+        if progress.step == 10:
+            learned.copy_(table.detach())
+        if progress.step == 11:
+            kept = (table.detach() == learned).all(dim=1)
+            assert kept.any() != fresh
+
+    run(who, tmp_path, rows=80, config={"epochs": 2, "fresh_tables": fresh}, on_progress=keep)
+    assert (norms[10] < norms[9]) == fresh
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
