@@ -187,12 +187,13 @@ def table_parameters(model: nn.Module) -> dict[str, Parameter]:
 
 @torch.no_grad()
 def draw_tables(model: nn.Module) -> None:
-    """Draws every embedding table by its own initial distribution."""
+    """Draws every embedding table that learns by its own initial distribution."""
     for module in model.modules():
         if isinstance(module, EmbeddingCollection):
             for table in module.embedding_configs():
-                assert table.init_fn is not None
-                table.init_fn(module.embeddings[table.name].weight)
+                weight = module.embeddings[table.name].weight
+                if table.init_fn is not None and weight.requires_grad:
+                    table.init_fn(weight)
 
 
 def _values(gradient: Tensor) -> Tensor:

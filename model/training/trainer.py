@@ -5,6 +5,7 @@ Knows stretches of time, and the stages of a run. Does not know processes' start
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -172,7 +173,7 @@ def walk_forward(
 ) -> Iterator[Snapshot]:
     """Trains through train_to_ms, lets the snapshot annotate the next stretch, trains through that, and so on to `until_ms`.
 
-    A label enters once, in the first stretch by whose end it has settled. The compressor is trained in the first stretch;
+    A label enters once, in the first stretch by whose end it has settled; stretches after the first are passed once. The compressor is trained in the first stretch;
     from then on it is only realigned, so that all snapshots write one coordinate system. Rates fall over the first stretch and then stay at
     their final share: the run has no end of its own, and every snapshot must be fit to teach.
     The yielded teacher goes on training when the next snapshot is asked for: use it, or publish it, before.
@@ -186,9 +187,9 @@ def walk_forward(
     probe, before = rows.batch(spread(len(rows), _PROBE_REQUESTS))[0], None
     seen = np.zeros(len(replay.impressions), dtype=np.bool_)
     longest_ms = max(o.attribution_window_seconds for o in replay.spec.message.objectives) * 1000
-    cut_ms = run.train_to_ms
+    cut_ms, config = run.train_to_ms, run.fit
     while True:
-        log = course.fit(rows, run.fit, on_progress=on_progress)
+        log = course.fit(rows, config, on_progress=on_progress)
         seen[rows.trained()] = True
         if before is None:
             course.mint_space()
@@ -206,7 +207,8 @@ def walk_forward(
             replay, max(run.train_from_ms, cut_ms - longest_ms), next_ms,
             requests=run.requests, known_by_ms=next_ms, settled_after_ms=cut_ms,
         )  # fmt: skip
-        cut_ms, before = next_ms, after
+        # Tables that start over with a second pass would forget all earlier stretches.
+        cut_ms, before, config = next_ms, after, dataclasses.replace(run.fit, epochs=1)
 
 
 class _Course:

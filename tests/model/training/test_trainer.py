@@ -99,6 +99,16 @@ def test_the_offset_log_is_what_the_batches_held_and_every_label_enters_once(wor
     assert len(last.labels)
 
 
+def test_only_the_first_stretch_is_passed_again(
+    world: Replay, snapshots: list[tuple[Snapshot, dict[str, torch.Tensor]]]
+) -> None:
+    """Tables start over with each further pass; a later stretch passed twice would forget the ids of all before it."""
+    twice = dataclasses.replace(RUN, fit=dataclasses.replace(FIT, epochs=2))
+    steps = [len(s.log.losses) for s in walk_forward(twice, world, until_ms=START_MS + 5 * DAY_MS)]
+    first, *later = [len(snapshot.log.losses) for snapshot, _ in snapshots]
+    assert steps == [2 * first, *later]
+
+
 def test_positives_known_early_wait_for_the_negatives(world: Replay) -> None:
     """A window that is open at the cut enters neither as a positive nor as a negative."""
     cut = START_MS + 3 * DAY_MS
