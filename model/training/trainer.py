@@ -173,9 +173,10 @@ def walk_forward(
 ) -> Iterator[Snapshot]:
     """Trains through train_to_ms, lets the snapshot annotate the next stretch, trains through that, and so on to `until_ms`.
 
-    A label enters once, in the first stretch by whose end it has settled; stretches after the first are passed once. The compressor is trained in the first stretch;
-    from then on it is only realigned, so that all snapshots write one coordinate system. Rates fall over the first stretch and then stay at
-    their final share: the run has no end of its own, and every snapshot must be fit to teach.
+    A label enters once, in the first stretch by whose end it has settled; stretches after the first are passed once. The
+    compressor is trained in the first stretch; from then on it is only realigned, so that all snapshots write one coordinate
+    system. Rates fall over the first stretch and then stay at their final share: the run has no end of its own, and every
+    snapshot must be fit to teach.
     The yielded teacher goes on training when the next snapshot is asked for: use it, or publish it, before.
 
     Raises:
