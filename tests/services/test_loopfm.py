@@ -104,8 +104,9 @@ def test_one_forward_gives_soft_labels_memory_and_pairs_and_none_is_extra(home: 
     assert {row["space_id"] for row in pairs} == {pair_space_id(home.pinned.space_id)}
 
 
-def test_what_is_written_is_what_the_forward_said(home: SimpleNamespace) -> None:
-    annotator(home).annotate(DAYS[0], DAYS[1])
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_what_is_written_is_what_the_forward_said(home: SimpleNamespace, at_once: int) -> None:
+    annotator(home, batch_requests=4, at_once=at_once).annotate(DAYS[0], DAYS[1])
     examples = home.replay.examples(DAYS[0], DAYS[1])
     batch, targets = home.replay.batch(examples, np.arange(len(examples)))
     said = home.pinned.teacher.annotate(batch)
