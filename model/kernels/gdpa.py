@@ -1,6 +1,6 @@
 """Generalized dot-product attention: act(α · Q Kᵀ) · β · V with no softmax, jagged queries over dense short keys.
 
-Knows heads and activations. Does not know what conditions what. It is Kunlun's PFFN when K and V come from a context:
+Knows heads and layouts. Does not know what conditions what. It is Kunlun's PFFN when K and V come from a context:
 the keys are the hidden units of a per-example two-layer network.
 
 T queries packed over R sequences, M keys a sequence, H heads, d width of a head. A part is one sequence, or a bucket of
@@ -10,31 +10,17 @@ similar ones padded to the longest; its B = sequences · H products of L queries
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.kernels import gdpa_tiles as gdpa_tiles  # registers torch.ops.gem.gdpa
+from model.kernels.activations import ACTIVATIONS, per_head, runs
 from model.kernels.gpu import alike, on_gpu
 from model.nn.jagged import Jagged, pad, unpad
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "relu": F.relu,
-    "identity": lambda x: x,
-}
-"""All of them map 0 to 0, so that a padded query adds nothing."""
-_SLOPES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gelu": lambda gradient, x: torch.ops.aten.gelu_backward(gradient, x, approximate="tanh"),
-    "silu": torch.ops.aten.silu_backward,
-    "relu": lambda gradient, x: torch.ops.aten.threshold_backward(gradient, x, 0),
-    "identity": lambda gradient, x: gradient,
-}
-"""Gradient of scores, from that of their activation."""
 LONG = 128
 """Mean tokens of a sequence from which a part a sequence costs less on a CPU than the copies that padding takes."""
 
@@ -45,7 +31,7 @@ def gdpa(
     v_RMHd: Tensor,
     layout: Jagged,
     *,
-    activation: str = "gelu",
+    activation: str | Sequence[str] = "gelu",
     alpha: float | None = None,
     beta: float = 1.0,
 ) -> Tensor:
@@ -56,17 +42,21 @@ def gdpa(
         k_RMHd: keys of each sequence.
         v_RMHd: values of each sequence.
         layout: index maps of the queries.
-        activation: one of ACTIVATIONS.
-        alpha: scale inside the activation; 1/√d if None.
+        activation: one of ACTIVATIONS, or one a head.
+        alpha: scale inside the activation; 1/√d if None. Kunlun's text divides by τ here, its kernel after the activation.
         beta: scale after it.
+
+    Raises:
+        ValueError: an activation is unknown, or there are neither one nor H of them; or scores are beyond a polynomial's bound.
     """
+    names = per_head(activation, q_THd.shape[1])
     if not len(q_THd):
         return q_THd
     scale, given = alpha if alpha is not None else 1 / math.sqrt(q_THd.shape[-1]), alike(q_THd, k_RMHd, v_RMHd)
     if on_gpu(*given):
-        read: Tensor = torch.ops.gem.gdpa(*given, layout.offsets, activation, scale, beta)
+        read: Tensor = torch.ops.gem.gdpa(*given, layout.offsets, ",".join(names), scale, beta)
         return read
-    out: Tensor = _Gdpa.apply(*given, layout, activation, scale, beta)
+    out: Tensor = _Gdpa.apply(*given, layout, names, scale, beta)
     return out
 
 
@@ -98,25 +88,26 @@ class Kept(NamedTuple):
 
 
 def products(
-    q_THd: Tensor, k_RMHd: Tensor, v_RMHd: Tensor, layout: Jagged, *, activation: str, alpha: float, beta: float
+    q_THd: Tensor, k_RMHd: Tensor, v_RMHd: Tensor, layout: Jagged, *, names: tuple[str, ...], alpha: float, beta: float
 ) -> tuple[Tensor, Kept]:
     """`gdpa` [T, H, d] without a graph, T > 0, and what `products_backward` needs."""
     # Keys are few: cheaper to scale than the scores and the sums.
     k, v = (_sequences(x * scale, layout) for x, scale in ((k_RMHd, alpha), (v_RMHd, beta)))
     queries = _queries(q_THd, layout)
     scores, parts = _scores(queries, k)
-    hidden = ACTIVATIONS[activation](scores)
+    hidden = _by_head(lambda name, x: ACTIVATIONS[name].value(x), names, parts, scores)
     return _back(_like(hidden, parts), v, q_THd, layout), Kept(scores, hidden, queries, k, v)
 
 
 def products_backward(
-    gradient_THd: Tensor, kept: Kept, layout: Jagged, *, activation: str, alpha: float, beta: float
+    gradient_THd: Tensor, kept: Kept, layout: Jagged, *, names: tuple[str, ...], alpha: float, beta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: dP = dO Vᵀ, dV = Pᵀ dO, dS = dP ⊙ act′(S), dQ = dS K, dK = dSᵀ Q."""
     upstream, heads = _queries(gradient_THd, layout), gradient_THd.shape[1]
     gradient, parts = _scores(upstream, kept.values)
     values = [torch.bmm(part, up) for part, up in zip(_like(kept.hidden, parts), upstream, strict=True)]
-    parts = _like(_SLOPES[activation](gradient, kept.scores), parts)
+    slopes = _by_head(lambda name, g, x: ACTIVATIONS[name].slope(g, x), names, parts, gradient, kept.scores)
+    parts = _like(slopes, parts)
     keys = [torch.bmm(part, q) for part, q in zip(parts, kept.queries, strict=True)]
     queries = _back(parts, kept.keys, gradient_THd, layout)
     return queries, _dense(keys, layout, heads).mul_(alpha), _dense(values, layout, heads).mul_(beta)
@@ -125,9 +116,9 @@ def products_backward(
 class _Gdpa(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Jagged, activation: str, alpha: float, beta: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Jagged, names: tuple[str, ...], alpha: float, beta: float
     ) -> Tensor:
-        ctx.layout, ctx.options = layout, {"activation": activation, "alpha": alpha, "beta": beta}
+        ctx.layout, ctx.options = layout, {"names": names, "alpha": alpha, "beta": beta}
         out, kept = products(q, k, v, layout, **ctx.options)
         ctx.save_for_backward(*kept.tensors)
         return out
@@ -197,23 +188,38 @@ def _like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
+def _by_head(function: Callable[..., Tensor], names: Sequence[str], parts: Sequence[Tensor], *flats: Tensor) -> Tensor:
+    """What `function` of a head's activation makes of its share of every part."""
+    if len(set(names)) == 1:
+        return function(names[0], *flats)
+    out = torch.empty_like(flats[0])
+    for pieces in zip(*(_like(flat, parts) for flat in (out, *flats)), strict=True):
+        made, *given = (piece.unflatten(0, (-1, len(names))) for piece in pieces)
+        for name, first, count in runs(names):
+            share = slice(first, first + count)
+            made[:, share] = function(name, *(x[:, share] for x in given))
+    return out
+
+
 def gdpa_reference(
     q_THd: Tensor,
     k_RMHd: Tensor,
     v_RMHd: Tensor,
     layout: Jagged,
     *,
-    activation: str = "gelu",
+    activation: str | Sequence[str] = "gelu",
     alpha: float | None = None,
     beta: float = 1.0,
 ) -> Tensor:
     """The definition, a sequence at a time."""
+    names = per_head(activation, q_THd.shape[1])
     scale = alpha if alpha is not None else 1 / math.sqrt(q_THd.shape[-1])
     out = [q_THd[:0]]
     for row in range(layout.num_sequences):
         q = q_THd[layout.offsets[row] : layout.offsets[row + 1]]
-        scores = ACTIVATIONS[activation](scale * torch.einsum("thd,mhd->htm", q, k_RMHd[row]))
-        out.append(beta * torch.einsum("htm,mhd->thd", scores, v_RMHd[row]))
+        scores = scale * torch.einsum("thd,mhd->htm", q, k_RMHd[row])
+        hidden = torch.stack([ACTIVATIONS[name].value(x) for name, x in zip(names, scores, strict=True)])
+        out.append(beta * torch.einsum("htm,mhd->thd", hidden, v_RMHd[row]))
     return torch.cat(out)
 
 

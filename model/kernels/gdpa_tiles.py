@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from model.kernels.activations import curve, per_head, runs
 from model.kernels.gpu import (
     columns,
     jit,
@@ -65,13 +66,14 @@ def attend(
     (total, heads, width), keys, out = q_THd.shape, k_RMHd.shape[1], q_THd.new_empty(q_THd.shape)
     if out.numel():
         cut = forward_tiles(keys, width)
-        owner, first = tiles_of(offsets, total, RUN * cut.BM)
-        with torch.cuda.device_of(q_THd):
-            _forward_kernel[(len(owner), heads)](
-                q_THd, k_RMHd, v_RMHd, out, offsets, owner, first, alpha, beta, *_strides(q_THd, k_RMHd, v_RMHd),
-                len(k_RMHd), KEYS=keys, SPAN=RUN * cut.BM, ACTIVATION=activation, WIDTH=width, PRECISION=precision(),
-                **cut._asdict(),
-            )  # fmt: skip
+        owner, firsts = tiles_of(offsets, total, RUN * cut.BM)
+        for name, first, count in _launches(activation, heads):
+            with torch.cuda.device_of(q_THd):
+                _forward_kernel[(len(owner), count)](
+                    q_THd, k_RMHd, v_RMHd, out, offsets, owner, firsts, alpha, beta, *_strides(q_THd, k_RMHd, v_RMHd),
+                    len(k_RMHd), heads, first, KEYS=keys, SPAN=RUN * cut.BM, ACTIVATION=name, WIDTH=width,
+                    PRECISION=precision(), **cut._asdict(),
+                )  # fmt: skip
     return out
 
 
@@ -93,14 +95,20 @@ def attend_backward(
     parts = min(16, max(1, PROGRAMS // max(1, rows * heads * tiles)))
     dq = q_THd.new_empty((tiles, *q_THd.shape), dtype=torch.float32 if tiles > 1 else q_THd.dtype)
     dk, dv = (x.new_empty((parts, *x.shape), dtype=torch.float32 if parts > 1 else x.dtype) for x in (k_RMHd, v_RMHd))
-    if dk.numel():
+    order = longest_first(offsets)
+    for name, first, count in _launches(activation, heads) if dk.numel() else ():
         with torch.cuda.device_of(q_THd):
-            _backward_kernel[(rows * parts, heads, tiles)](
-                q_THd, k_RMHd, v_RMHd, dout, dq, dk, dv, offsets, longest_first(offsets), alpha, beta,
-                *_strides(q_THd, k_RMHd, v_RMHd), len(q_THd), rows, parts,
-                KEYS=keys, ACTIVATION=activation, WIDTH=width, PRECISION=precision(), **cut._asdict(),
+            _backward_kernel[(rows * parts, count, tiles)](
+                q_THd, k_RMHd, v_RMHd, dout, dq, dk, dv, offsets, order, alpha, beta,
+                *_strides(q_THd, k_RMHd, v_RMHd), len(q_THd), rows, parts, heads, first,
+                KEYS=keys, ACTIVATION=name, WIDTH=width, PRECISION=precision(), **cut._asdict(),
             )  # fmt: skip
     return _added(dq, q_THd), _added(dk, k_RMHd), _added(dv, v_RMHd)
+
+
+def _launches(activation: str, heads: int) -> list[tuple[str, int, int]]:
+    """(activation, first head, heads) of each launch: a kernel is compiled for one activation."""
+    return runs(per_head(activation.split(","), heads))
 
 
 def _added(parts: Tensor, like: Tensor) -> Tensor:
@@ -159,26 +167,12 @@ def _strides(q_THd: Tensor, k_RMHd: Tensor, v_RMHd: Tensor) -> tuple[int, ...]:
 
 
 @jit
-def _curve(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """(act(x), act′(x)); GELU in its tanh form is x·σ(2z), z = √(2/π)(x + 0.044715 x³)."""
-    if ACTIVATION == "gelu":
-        gate = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
-        return x * gate, gate + x * gate * (1.0 - gate) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-    if ACTIVATION == "silu":
-        gate = tl.sigmoid(x)
-        return x * gate, gate + x * gate * (1.0 - gate)
-    if ACTIVATION == "relu":
-        return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
-    return x, tl.full(x.shape, 1.0, tl.float32)
-
-
-@jit
 def _forward_step(
     acc: tl.tensor, q_tile: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor, alpha: tl.tensor,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Adds act(α · Q Kᵀ) V of more keys."""
-    p, _ = _curve(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * alpha, ACTIVATION)
+    p, _ = curve(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * alpha, ACTIVATION)
     return tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
 
@@ -187,14 +181,15 @@ def _forward_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, out: tl.tensor, offsets: tl.tensor, owner: tl.tensor, firsts: tl.tensor,
     alpha: tl.tensor, beta: tl.tensor, q_token: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_key: tl.tensor,
     k_head: tl.tensor, v_row: tl.tensor, v_key: tl.tensor, v_head: tl.tensor, rows: tl.tensor,
+    heads: tl.tensor, skip: tl.tensor,
     KEYS: tl.constexpr, SPAN: tl.constexpr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """At most SPAN queries of a sequence over all its keys, for one head."""
+    """At most SPAN queries of a sequence over all its keys, for one of the heads from `skip` on."""
     row = tl.load(owner + tl.program_id(0))
     if row >= rows:
         return
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    head = skip + tl.program_id(1)
     start = tl.load(offsets + row) + tl.load(firsts + tl.program_id(0))
     count = tl.minimum(tl.load(offsets + row + 1) - start, SPAN).to(tl.int32)
     k += row * k_row + head * k_head
@@ -230,13 +225,13 @@ def _backward_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, dout: tl.tensor, dq: tl.tensor, dk: tl.tensor, dv: tl.tensor,
     offsets: tl.tensor, order: tl.tensor, alpha: tl.tensor, beta: tl.tensor, q_token: tl.tensor, q_head: tl.tensor,
     k_row: tl.tensor, k_key: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_key: tl.tensor, v_head: tl.tensor,
-    total: tl.tensor, rows: tl.tensor, parts: tl.tensor,
+    total: tl.tensor, rows: tl.tensor, parts: tl.tensor, heads: tl.tensor, skip: tl.tensor,
     KEYS: tl.constexpr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile of keys over every `parts`-th tile of its sequence's queries, for one head; keys down, queries across."""
+    """One tile of keys over every `parts`-th tile of its sequence's queries, for one of the heads from `skip` on; keys down, queries across."""
     row, part = tl.load(order + tl.program_id(0) // parts), tl.program_id(0) % parts
-    head, heads, key = tl.program_id(1), tl.num_programs(1), tl.program_id(2) * BN
+    head, key = skip + tl.program_id(1), tl.program_id(2) * BN
     start = tl.load(offsets + row)
     length = (tl.load(offsets + row + 1) - start).to(tl.int32)
     k_tile = load_tile(k + row * k_row + key * k_key + head * k_head, k_key, KEYS - key, BN, WIDTH, D, True)
@@ -250,7 +245,7 @@ def _backward_kernel(
         left = length - first
         q_tile = load_tile(q, q_token, left, BM, WIDTH, D, True)
         do_tile = load_tile(dout, token, left, BM, WIDTH, D, True)
-        p, slope = _curve(tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * alpha, ACTIVATION)
+        p, slope = curve(tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * alpha, ACTIVATION)
         dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
         ds = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION) * slope
         ds = (ds * (alpha * beta)).to(q_tile.dtype)

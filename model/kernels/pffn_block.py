@@ -41,7 +41,7 @@ class _PffnBlock(torch.autograd.Function):
         heads = normal.unflatten(-1, k.shape[2:])
         turn = inverse_rms(heads)
         q = heads * turn
-        ctx.layout, ctx.options = layout, {"activation": "gelu", "alpha": k.shape[-1] ** -0.5, "beta": 1.0}
+        ctx.layout, ctx.options = layout, {"names": ("gelu",), "alpha": k.shape[-1] ** -0.5, "beta": 1.0}
         read, kept = products(q, k, v, layout, **ctx.options)
         y = read.flatten(1).add_(normal)
         scale = inverse_rms(y)

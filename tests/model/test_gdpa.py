@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.kernels.gdpa import ACTIVATIONS, LONG, gdpa, gdpa_reference
+from model.kernels.activations import ACTIVATIONS, POLYNOMIAL_BOUND, Activation, runs
+from model.kernels.gdpa import LONG, gdpa, gdpa_reference
 from model.kernels.pffn_block import pffn_block, pffn_block_reference
 from model.nn.jagged import Jagged, jagged
 
@@ -22,6 +23,10 @@ GROUPINGS = {
     "one by one": [LONG - 1, 0, 2 * LONG, LONG + 3],
 }
 HEADS, WIDTH, KEYS = 2, 4, 3
+OF_HEADS = [*sorted(ACTIVATIONS), ("squared_relu", "silu"), ("gelu", "gelu")]
+"""What heads may have: one activation, or one each."""
+TAMED = 0.02
+"""Factor of queries that keeps all scores within the bound of a polynomial."""
 
 
 def layout_of(lengths: list[int]) -> Jagged:
@@ -43,21 +48,94 @@ def assert_same(fast: Tensor, plain: Tensor, given: list[Tensor]) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def tamed(q: Tensor, activation: str | tuple[str, ...]) -> Tensor:
+    return q * TAMED if "polynomial" in activation else q
+
+
+@pytest.mark.parametrize("activation", OF_HEADS, ids=str)
 @pytest.mark.parametrize("lengths", GROUPINGS.values(), ids=GROUPINGS)
-def test_every_grouping_of_sequences_gives_the_definition(lengths: list[int], activation: str) -> None:
+def test_every_grouping_of_sequences_gives_the_definition(lengths: list[int], activation: str | tuple[str, ...]) -> None:
     layout, (q, k, v) = layout_of(lengths), inputs(lengths)
+    read = tamed(q, activation)
     assert_same(
-        gdpa(q, k, v, layout, activation=activation, alpha=0.7, beta=-2.0),
-        gdpa_reference(q, k, v, layout, activation=activation, alpha=0.7, beta=-2.0),
-        [q, k, v],
+        gdpa(read, k, v, layout, activation=activation, alpha=0.7, beta=-2.0),
+        gdpa_reference(read, k, v, layout, activation=activation, alpha=0.7, beta=-2.0),
+        [read, k, v],
     )
 
 
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_the_gradient_is_the_slope_of_the_value(activation: str) -> None:
+@settings(max_examples=12, deadline=None)
+@given(LENGTHS, st.tuples(*[st.sampled_from(sorted(set(ACTIVATIONS) - {"gelu_polynomial"}))] * HEADS))
+def test_heads_of_different_activations_equal_their_definition_at_every_edge_of_a_bucket(
+    lengths: list[int], activation: tuple[str, ...]
+) -> None:
+    layout, (q, k, v) = layout_of(lengths), inputs(lengths)
+    plain = gdpa_reference(q, k, v, layout, activation=activation, beta=0.5)
+    if len(q):
+        assert_same(gdpa(q, k, v, layout, activation=activation, beta=0.5), plain, [q, k, v])
+
+
+def test_a_head_of_several_activations_reads_what_it_reads_where_all_heads_have_its_own() -> None:
+    layout, (q, k, v) = layout_of([5, 0, 3]), inputs([5, 0, 3])
+    mixed = gdpa(q, k, v, layout, activation=["hardswish", "relu"])
+    for head, name in enumerate(["hardswish", "relu"]):
+        assert torch.equal(mixed[:, head], gdpa(q, k, v, layout, activation=name)[:, head])
+
+
+@pytest.mark.parametrize("activation", OF_HEADS, ids=str)
+def test_the_gradient_is_the_slope_of_the_value(activation: str | tuple[str, ...]) -> None:
     layout, given = layout_of([2, 0, 3]), inputs([2, 0, 3])
-    assert torch.autograd.gradcheck(lambda q, k, v: gdpa(q, k, v, layout, activation=activation), given)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: gdpa(tamed(q, activation), k, v, layout, activation=activation), given
+    )
+
+
+def test_every_activation_is_zero_at_zero_and_one_that_is_not_is_refused() -> None:
+    zero = torch.zeros(3)
+    assert all(not activation.value(zero).any() for activation in ACTIVATIONS.values())
+    for value, found in ((torch.sigmoid, "0.5"), (torch.exp, "1"), (torch.nn.functional.softplus, "0.693147")):
+        with pytest.raises(ValueError, match=rf"is {found} at 0; it must be 0 there.*subtract"):
+            Activation(value, torch.ops.aten.sigmoid_backward)
+
+
+@pytest.mark.parametrize(
+    ("activation", "error"),
+    [
+        ("sigmoid", "no activation is called sigmoid; choose of gelu, .*, all of which map 0 to 0"),
+        (("gelu", "gelu", "relu"), "3 activations for 2 heads; give one for all or one for each"),
+        ((), "0 activations for 2 heads"),
+    ],
+)
+def test_activations_that_heads_cannot_have_are_refused(activation: str | tuple[str, ...], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        gdpa(*inputs([2]), layout_of([2]), activation=activation)
+
+
+@pytest.mark.parametrize(("bound", "error"), [(0.5, 4.5e-6), (1.0, 1.1e-3), (1.25, 6.1e-3)])
+def test_the_polynomial_errs_by_no_more_than_published_of_the_gelu_of_erf(bound: float, error: float) -> None:
+    x = torch.linspace(-bound, bound, 20_001, dtype=torch.float64)
+    found = float((ACTIVATIONS["gelu_polynomial"].value(x) - torch.nn.functional.gelu(x)).abs().max())
+    assert 0.9 * error < found < 1.05 * error
+
+
+@pytest.mark.parametrize("beyond", [POLYNOMIAL_BOUND + 1e-3, -4.0, float("nan"), float("inf")])
+def test_a_score_beyond_the_bound_of_the_polynomial_is_refused(beyond: float) -> None:
+    layout, (q, k, v) = layout_of([2]), (torch.ones(2, 1, 1), torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
+    options = {"activation": "gelu_polynomial", "alpha": 1.0}
+    assert gdpa(q * POLYNOMIAL_BOUND, k, v, layout, **options).isfinite().all()
+    with pytest.raises(ValueError, match=r"magnitude .*; it is GELU only up to 1.25: normalize"):
+        gdpa(q * beyond, k, v, layout, **options)
+
+
+def test_normalized_queries_and_keys_scaled_by_their_width_stay_within_the_bound_of_the_polynomial() -> None:
+    layout, (q, k, v) = layout_of([65]), inputs([65])
+    q, k = (torch.nn.functional.rms_norm(100 * x, (WIDTH,)) for x in (q, k))
+    read = gdpa(q, k, v, layout, activation="gelu_polynomial", alpha=1 / WIDTH)
+    torch.testing.assert_close(read, gdpa(q, k, v, layout, alpha=1 / WIDTH), atol=2e-2, rtol=0)
+
+
+def test_neighbouring_heads_that_share_an_activation_share_a_launch() -> None:
+    assert runs(["gelu", "gelu", "relu", "gelu"]) == [("gelu", 0, 2), ("relu", 2, 1), ("gelu", 3, 1)]
 
 
 @settings(max_examples=12, deadline=None)

@@ -1,0 +1,49 @@
+"""The Triton kernels of attention without softmax, without a GPU: interpreted and compiled as all others are."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.kernels import gdpa_tiles
+from tests.model.test_triton_kernels import ROOT, compiled, needs_triton, stack_bytes
+
+ARCHITECTURES = pytest.mark.parametrize(
+    ("capability", "instruction"), [(90, "wgmma.mma_async"), (100, "tcgen05.mma")], ids=["sm_90", "sm_100"]
+)
+BFLOAT = {"WIDTH": 128, "PRECISION": "ieee"}
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_interpreted_on_a_cpu_the_kernels_equal_their_definitions() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/model/interpreted_gdpa.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def assert_compiles(module: str, kernel: str, capability: int, instruction: str, cut: Any, numbers: dict[str, Any], folder: Path) -> None:
+    """By matrix instructions, without a spilled register, within the shared memory that a program can have."""
+    built = compiled(getattr(importlib.import_module(f"model.kernels.{module}"), kernel), capability, cut, BFLOAT | numbers)
+    assert built.asm["ptx"].count(instruction) > 0
+    assert stack_bytes(built.asm["cubin"], folder) == 0
+    assert built.metadata.shared <= 232448
+
+
+@needs_triton
+@ARCHITECTURES
+@pytest.mark.parametrize("activation", ["gelu_polynomial", "squared_relu", "hardswish"])
+def test_other_activations_spill_no_register_either(
+    activation: str, capability: int, instruction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    numbers = {"ACTIVATION": activation, "KEYS": 128}
+    cut = gdpa_tiles.backward_tiles(128, 128)
+    assert_compiles("gdpa_tiles", "_backward_kernel", capability, instruction, cut, numbers, tmp_path)
