@@ -24,8 +24,9 @@ from feature_store.layout import Layout
 from model.gem.batch import Batch
 from model.gem.config import GemConfig
 from model.gem.flops import Ints, token_flops
-from model.gem.foundation import Tokenizer, stream_rows
+from model.gem.foundation import Tokenizer
 from model.gem.heads import ObjectiveHeads
+from model.gem.streams import stream_rows
 from model.nn.embedding import IdEmbeddings
 from model.nn.jagged import Jagged, jagged, scatter
 from model.nn.shape import InputShape, input_shape

@@ -1,14 +1,49 @@
-"""Sizes and switches of the foundation model.
+"""Sizes and switches of the foundation model, and of single streams of events in it.
 
-Knows what fits together. Does not know data.
+Knows what fits together. Does not know data, nor which streams it has.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 Part = Literal["attention", "pffn", "pooling"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventConfig:
+    """What one merge group's stream of events has of its own (Kunlun, event-level personalization); None: as the model has it."""
+
+    merge_group: str
+    width: int | None = None
+    """d_e, of its events."""
+    heads: int | None = None
+    sequence_tokens: int | None = None
+    """Tokens of its summary."""
+    seeds: int | None = None
+    layers: int | None = None
+    """Its stack's; deeper layers of the model read its last summary."""
+    block: int | None = None
+    radius: int | None = None
+    max_events: int | None = None
+    pool_sources: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.merge_group:
+            raise ValueError("merge_group is empty; name the group of event sources whose stream this is")
+        for name in ("width", "heads", "sequence_tokens", "seeds", "layers", "block", "max_events"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"{name} of {self.merge_group!r} is {value}; it must be at least 1, or None for the model's"
+                )
+
+    @property
+    def changes(self) -> dict[str, int | bool]:
+        """Its own values, by the names that they have in `GemConfig`."""
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "merge_group"}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +81,11 @@ class GemConfig:
     user_tokens: int = 3
     ad_tokens: int = 3
     max_events: int = 256
-    """Newest events kept."""
+    """Newest events of a stream that are kept."""
+    pool_sources: bool = False
+    """Every source of a merged stream has summaries of its own; else the stream is summarized as one."""
+    events: tuple[EventConfig, ...] = ()
+    """Streams that differ from the model."""
     time_scale_seconds: int = 3600
     pffn_context: Literal["candidate", "request"] = "request"
     """candidate: the history is encoded anew for every candidate; request: once, and candidates read it."""
@@ -71,9 +110,32 @@ class GemConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.id_dropout < 1 or not 0 <= self.dropout < 1 or self.radius < 0:
             raise ValueError("id_dropout and dropout must lie in [0, 1), radius must not be negative")
+        self._check_events()
+
+    def _check_events(self) -> None:
+        names = [own.merge_group for own in self.events]
+        for own in self.events:
+            if names.count(own.merge_group) > 1:
+                raise ValueError(f"events has merge group {own.merge_group!r} twice; make them one")
+            try:
+                layers = self.of(own.merge_group).layers
+            except ValueError as error:
+                raise ValueError(f"events of merge group {own.merge_group!r}: {error}") from error
+            if layers > self.layers:
+                raise ValueError(
+                    f"layers of merge group {own.merge_group!r} are {layers}, the model has {self.layers}; a stream's stack "
+                    f"may be shallower, not deeper; lower them or raise the model's"
+                )
+
+    def of(self, merge_group: str) -> GemConfig:
+        """The model as one stream has it: with the sizes of that merge group for all."""
+        own = next((own for own in self.events if own.merge_group == merge_group), None)
+        return replace(self, events=(), **(own.changes if own else {}))  # type: ignore[arg-type]  # checked by itself
 
     def parts(self, layer: int) -> frozenset[Part]:
-        """What the sequence module of a layer runs (CompSkip; layer 0 always pools)."""
+        """What the sequence module of a layer runs (CompSkip; layer 0 always pools); nothing behind the last one."""
+        if layer >= self.layers:
+            return frozenset()
         if self.schedule == "full":
             return frozenset({"attention", "pffn", "pooling"})
         last = self.fresh_summary and layer == self.layers - 1

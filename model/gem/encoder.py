@@ -2,8 +2,9 @@
 
 Knows X, S and their summaries. Does not know features, time or heads.
 
-R requests, N candidates (N = R in candidate mode), T events packed, D width; X [N, t, D] tokens of a candidate,
-C [R, c, D] tokens of a request, S [T, D] events of a stream, H [R, K, D] summaries of all streams.
+R requests, N candidates (N = R in candidate mode), T events packed, D width, d width of a stream (D unless it has one of its
+own); X [N, t, D] tokens of a candidate, C [R, c, D] tokens of a request, S [T, d] events of a stream, H [R, K, D] summaries
+of all streams. A stream of another width has no projections besides: K, V of its PFFN read D and its pooling writes D.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from model.gem.config import GemConfig
+from model.gem.streams import EventStream, Member
 from model.kernels.block_attention import Blocks, block_attention
 from model.kernels.pffn_block import pffn_block
 from model.nn.interaction import MixtureOfWukongExperts, WeightGen
-from model.nn.jagged import Jagged
+from model.nn.jagged import Jagged, gather
 from model.nn.norm import rms_norm
 from model.nn.pooling import HierarchicalSeedPooling
 from model.nn.time import rotate
@@ -31,6 +33,16 @@ class Sequence(NamedTuple):
     blocks: Blocks
     turns: Tensor
     """[T, d_h/2] rotary temporal angles, as complex numbers of length 1."""
+    source_T: Tensor
+    """Source of every event."""
+    members: tuple[Member, ...]
+    """Its sources, where each is summarized by itself; else none."""
+
+    def summarized(self) -> tuple[tuple[Tensor, Jagged], ...]:
+        """Events of every sequence that has a summary of its own."""
+        if not self.members:
+            return ((self.values_TD, self.layout),)
+        return tuple((gather(self.values_TD, member.rows), member.layout) for member in self.members)
 
 
 class PersonalizedFeedForward(nn.Module):
@@ -39,14 +51,14 @@ class PersonalizedFeedForward(nn.Module):
     ln = LayerNorm(S); u = GDPA(ln, K(X_sum), V(X_sum)) + ln; S' = RMSNorm(u) + S, norms over all heads together.
     """
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, context_width: int | None = None) -> None:
         super().__init__()
         self.heads = heads
-        self.key = nn.Linear(width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(context_width or width, width, bias=False)
+        self.value = nn.Linear(context_width or width, width, bias=False)
 
     def forward(self, s_TD: Tensor, summary_RMD: Tensor, layout: Jagged) -> Tensor:
-        """[T, D]"""
+        """[T, d]"""
         k = rms_norm(self.key(summary_RMD).unflatten(-1, (self.heads, -1)))
         v = self.value(summary_RMD).unflatten(-1, (self.heads, -1))
         return pffn_block(s_TD, k, v, layout)
@@ -73,10 +85,12 @@ class BlockSelfAttention(nn.Module):
 class StreamLayer(nn.Module):
     """The parts that the schedule gives one layer for one stream of events; what it leaves out passes by unchanged."""
 
-    def __init__(self, config: GemConfig, layer: int) -> None:
+    def __init__(self, config: GemConfig, layer: int, *, context_width: int) -> None:
         super().__init__()
         parts, width = config.parts(layer), config.width
-        self.pffn = PersonalizedFeedForward(width, config.heads) if "pffn" in parts else None
+        self.pffn = (
+            PersonalizedFeedForward(width, config.heads, context_width=context_width) if "pffn" in parts else None
+        )
         self.attention = (
             BlockSelfAttention(width, config.heads, rotate_values=config.rotate_values)
             if "attention" in parts
@@ -95,14 +109,24 @@ class StreamLayer(nn.Module):
 class KunlunLayer(nn.Module):
     """Interaction block, then the transformer block of every stream of events.
 
-    The summary that a skipped pooling leaves is the previous one, in the graph: heads and later layers train it.
+    The summary that a skipped pooling leaves is the previous one, in the graph: heads and later layers train it. A stream
+    whose own stack has ended passes by and keeps its last summary, too.
     """
 
     def __init__(
-        self, config: GemConfig, layer: int, *, tokens: int, context_tokens: int, streams: int
+        self,
+        config: GemConfig,
+        layer: int,
+        *,
+        tokens: int,
+        context_tokens: int,
+        streams: tuple[EventStream, ...],
     ) -> None:
         super().__init__()
-        parts, width, summaries = config.parts(layer), config.width, streams * config.sequence_tokens
+        width, parts = config.width, [stream.config.parts(layer) for stream in streams]
+        self._summary_tokens = [stream.summary_tokens for stream in streams]
+        self._pools = ["pooling" in own for own in parts]
+        summaries = sum(self._summary_tokens)
         self.candidate_summary = WeightGen(tokens, config.summary_tokens, width)
         self.interaction = MixtureOfWukongExperts(
             config.summary_tokens + summaries,
@@ -114,10 +138,15 @@ class KunlunLayer(nn.Module):
             hidden=config.hidden,
             combine=config.combine,
         )
-        self.streams = nn.ModuleList(StreamLayer(config, layer) for _ in range(streams))
-        pooled = streams if "pooling" in parts else 0
-        self.poolings = nn.ModuleList(_pooling(config) for _ in range(pooled))
-        separate = "pffn" in parts and config.pffn_context == "request"
+        self.streams = nn.ModuleList(
+            StreamLayer(stream.config, layer, context_width=width) for stream in streams
+        )
+        self.poolings = nn.ModuleList(
+            _pooling(stream.config, width)
+            for stream, pools in zip(streams, self._pools, strict=True)
+            for _ in range(stream.pooled * pools)
+        )
+        separate = any("pffn" in own for own in parts) and config.pffn_context == "request"
         self.context_summary = (
             WeightGen(context_tokens + summaries, config.summary_tokens, width) if separate else None
         )
@@ -131,10 +160,7 @@ class KunlunLayer(nn.Module):
         request_N: Tensor,
     ) -> tuple[Tensor, tuple[Sequence, ...], Tensor]:
         """(X', S' of every stream, H of all streams side by side): both blocks read the inputs of the layer."""
-        if self.poolings:
-            pairs = zip(self.poolings, streams, strict=True)
-            h_RKD = torch.cat([pooling(s.values_TD, s.layout) for pooling, s in pairs], dim=1)
-        assert h_RKD is not None, "layer 0 pools"
+        h_RKD = self._summaries(streams, h_RKD)
         summary = self.candidate_summary(x_NtD)
         crossed = self.interaction(torch.cat([summary, h_RKD.index_select(0, request_N)], dim=1))
         context = summary
@@ -143,12 +169,24 @@ class KunlunLayer(nn.Module):
         pairs = zip(self.streams, streams, strict=True)
         return crossed, tuple(layer(s, context) for layer, s in pairs), h_RKD
 
+    def _summaries(self, streams: tuple[Sequence, ...], h_RKD: Tensor | None) -> Tensor:
+        """H: fresh where a stream pools in this layer, the previous one elsewhere; layer 0 pools all."""
+        if h_RKD is not None and not self.poolings:
+            return h_RKD
+        held = () if h_RKD is None else h_RKD.split(self._summary_tokens, dim=1)
+        poolings, summaries = iter(self.poolings), []
+        for index, (s, pools) in enumerate(zip(streams, self._pools, strict=True)):
+            fresh = [next(poolings)(*sequence) for sequence in s.summarized()] if pools else [held[index]]
+            summaries.extend(fresh)
+        return torch.cat(summaries, dim=1)
 
-def _pooling(config: GemConfig) -> HierarchicalSeedPooling:
+
+def _pooling(config: GemConfig, out_width: int) -> HierarchicalSeedPooling:
     return HierarchicalSeedPooling(
         config.width,
         heads=config.heads,
         seeds=config.seeds,
         tokens=config.sequence_tokens,
         terms=config.kron_terms,
+        out_width=out_width,
     )

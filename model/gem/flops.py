@@ -13,7 +13,8 @@ import numpy.typing as npt
 from feature_store.batch import FeatureBatch
 from model.gem.batch import Batch
 from model.gem.config import GemConfig
-from model.gem.foundation import FoundationModel, Tokenizer, stream_rows
+from model.gem.foundation import FoundationModel, Tokenizer, flat_width
+from model.gem.streams import EventStream, stream_rows
 from model.kernels.block_attention import block_attention_flops
 from model.kernels.gdpa import gdpa_flops
 from model.kernels.jagged_attention import jagged_attention_flops
@@ -25,39 +26,52 @@ PART = " · "
 
 
 @dataclass(frozen=True, slots=True)
-class _Counts:
-    requests: int
-    candidates: int
-    streams: tuple[Ints, ...]
-    """Events of every sequence that is encoded, a stream: one a request, or one a candidate."""
-    events: Ints
-    """Events of each source that are projected."""
+class _Encoded:
+    """A stream, and how much of it is encoded."""
+
+    stream: EventStream
+    lengths: Ints
+    """Events of every sequence: one a request, or one a candidate."""
     read_pairs: int
     """Σ candidates · events over requests."""
 
     @property
     def tokens(self) -> int:
-        return sum(int(lengths.sum()) for lengths in self.streams)
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    requests: int
+    candidates: int
+    streams: tuple[_Encoded, ...]
+    events: Ints
+    """Events of each source that are projected."""
 
     @property
     def sequences(self) -> int:
-        return len(self.streams[0])
+        return len(self.streams[0].lengths)
+
+    @property
+    def summaries(self) -> int:
+        return sum(encoded.stream.summary_tokens for encoded in self.streams)
 
 
 def _counted(model: FoundationModel, batch: FeatureBatch) -> _Counts:
     shown, tensors = np.diff(batch.candidate_offsets), Batch.from_numpy(batch)
-    chosen = [
-        stream_rows(tensors, stream, model.config.max_events) for stream in model.shape.streams
-    ]
-    lengths = [offsets.diff().numpy() for _, offsets in chosen]
-    sources = np.concatenate([batch.event_source[rows.numpy()] for rows, _ in chosen])
     repeated = model.config.pffn_context == "candidate"
+    streams, sources = [], []
+    for stream in model.streams:
+        rows, offsets = stream_rows(tensors, stream.sources, stream.config.max_events)
+        lengths = offsets.diff().numpy()
+        encoded = np.repeat(lengths, shown) if repeated else lengths
+        streams.append(_Encoded(stream, encoded, int((lengths * shown).sum())))
+        sources.append(batch.event_source[rows.numpy()])
     return _Counts(
         requests=batch.num_requests,
         candidates=batch.num_candidates,
-        streams=tuple(np.repeat(part, shown) if repeated else part for part in lengths),
-        events=np.bincount(sources, minlength=len(model.shape.sources)),
-        read_pairs=sum(int((part * shown).sum()) for part in lengths),
+        streams=tuple(streams),
+        events=np.bincount(np.concatenate(sources), minlength=len(model.shape.sources)),
     )
 
 
@@ -78,7 +92,6 @@ def flops_by_module(model: FoundationModel, batch: FeatureBatch) -> dict[str, in
 def flops_by_part(model: FoundationModel, batch: FeatureBatch) -> dict[str, int]:
     """The same with every layer's parts by themselves, as `layer 0 · pooling`."""
     config, counts = model.config, _counted(model, batch)
-    streams = len(counts.streams)
     context = config.user_tokens + 1
     tokens = context + config.ad_tokens
     size = {"requests": counts.requests, "candidates": counts.candidates}
@@ -88,14 +101,26 @@ def flops_by_part(model: FoundationModel, batch: FeatureBatch) -> dict[str, int]
         parts = _layer(config, layer, tokens, seen, counts)
         flops |= {f"layer {layer}{PART}{name}": count for name, count in parts.items()}
         tokens = config.factor_tokens + config.linear_tokens
-    width = config.width
-    flops["candidate read"] = (
-        2 * streams * counts.candidates * width**2 + 4 * counts.tokens * width**2 + 4 * counts.read_pairs * width
-    )
-    flat = (tokens + streams * (config.sequence_tokens + 1)) * width
+    flops["candidate read"] = sum(_read(config, encoded, counts.candidates) for encoded in counts.streams)
+    flat = flat_width(config, tokens, model.streams)
     own, objectives = max(8, config.hidden // 4), len(model.shape.objectives)
     head = flat * config.hidden + objectives * config.hidden * own + objectives * own
     flops["heads"] = 2 * counts.candidates * head
+    return flops
+
+
+def flops_by_stream(model: FoundationModel, batch: FeatureBatch) -> dict[str, int]:
+    """FLOPs of every merge group's stream: its events' projection, its part of every layer and the candidates' read of it."""
+    config, counts = model.config, _counted(model, batch)
+    projected = _projection(model.tokens, counts.events)
+    flops = {}
+    for encoded in counts.streams:
+        layers = [_encoding(config, layer, encoded) for layer in range(config.layers)]
+        flops[encoded.stream.merge_group] = (
+            sum(int(projected[source]) for source in encoded.stream.sources)
+            + sum(sum(parts.values()) for parts in layers)
+            + _read(config, encoded, counts.candidates)
+        )
     return flops
 
 
@@ -105,30 +130,45 @@ def token_flops(tokens: Tokenizer, *, requests: int, candidates: int, events: In
     width, e = config.width, config.id_width
     user = (len(shape.user_ids) * e + tokens.user_numbers.out_width) * config.user_tokens * width
     ad = (len(shape.ad_ids) * e + tokens.ad_numbers.out_width) * config.ad_tokens * width
-    label = len(shape.objectives) * width
-    inputs = np.array(tokens.events.in_widths, dtype=np.int64)
-    event = int((events * (inputs * 2 * width + 2 * width**2 + label)).sum())
-    return 2 * (requests * user + candidates * ad + event)
+    event = int(_projection(tokens, events).sum())
+    return 2 * (requests * user + candidates * ad) + event
+
+
+def _projection(tokens: Tokenizer, events: Ints) -> Ints:
+    """Of each source's events."""
+    flops = np.zeros(len(events), dtype=np.int64)
+    for projection in tokens.projections:
+        width, label = projection.width, len(tokens.shape.objectives) * projection.width
+        for source, inputs in projection.in_widths.items():
+            flops[source] = 2 * events[source] * (inputs * 2 * width + 2 * width**2 + label)
+    return flops
 
 
 def _layer(config: GemConfig, layer: int, tokens: int, context: int, counts: _Counts) -> dict[str, int]:
-    parts, width, streams = config.parts(layer), config.width, len(counts.streams)
-    summaries = streams * config.sequence_tokens
+    encoded = [_encoding(config, layer, each) for each in counts.streams]
+    own = {name: sum(parts.get(name, 0) for parts in encoded) for name in ("pooling", "pffn", "attention")}
     flops = {
         "candidate summary": _weight_gen(config, counts.candidates, tokens),
-        "interaction": _interaction(config, counts.candidates, summaries),
+        "interaction": _interaction(config, counts.candidates, counts.summaries),
     }
+    if any("pffn" in parts for parts in encoded) and config.pffn_context == "request":
+        flops["context summary"] = _weight_gen(config, counts.sequences, context + counts.summaries)
+    return flops | {name: own[name] for name in own if any(name in parts for parts in encoded)}
+
+
+def _encoding(model: GemConfig, layer: int, encoded: _Encoded) -> dict[str, int]:
+    """What one stream's part of a layer costs."""
+    stream, tokens, sequences = encoded.stream, encoded.tokens, len(encoded.lengths)
+    config, width = stream.config, stream.config.width
+    parts, flops = config.parts(layer), {}
     if "pooling" in parts:
-        flops["pooling"] = _pooling(config, counts)
+        flops["pooling"] = _pooling(model, encoded)
     if "pffn" in parts:
-        if config.pffn_context == "request":
-            flops["context summary"] = _weight_gen(config, counts.sequences, context + summaries)
-        weights = 4 * streams * counts.sequences * config.summary_tokens * width**2
-        flops["pffn"] = weights + gdpa_flops(counts.tokens, config.summary_tokens, width)
+        weights = 4 * sequences * config.summary_tokens * model.width * width
+        flops["pffn"] = weights + gdpa_flops(tokens, config.summary_tokens, width)
     if "attention" in parts:
-        flops["attention"] = 8 * counts.tokens * width**2 + sum(
-            block_attention_flops(part.tolist(), block=config.block, radius=config.radius, width=width)
-            for part in counts.streams
+        flops["attention"] = 8 * tokens * width**2 + block_attention_flops(
+            encoded.lengths.tolist(), block=config.block, radius=config.radius, width=width
         )
     return flops
 
@@ -147,10 +187,16 @@ def _interaction(config: GemConfig, rows: int, summaries: int) -> int:
     return machine + 2 * rows * (config.experts * mlp + linear)
 
 
-def _pooling(config: GemConfig, counts: _Counts) -> int:
-    width, seeds, out, terms = config.width, config.seeds, config.sequence_tokens, config.kron_terms
+def _pooling(model: GemConfig, encoded: _Encoded) -> int:
+    config, width = encoded.stream.config, encoded.stream.config.width
+    seeds, out, terms = config.seeds, config.sequence_tokens, config.kron_terms
     seed = 2 * seeds * width**2
-    read = 4 * counts.tokens * width**2 + jagged_attention_flops(counts.tokens, seeds, width)
-    kron = 2 * terms * (seeds * out * width + out * width**2)
-    each = seed + counts.sequences * (2 * seeds * width**2 + kron)
-    return len(counts.streams) * each + read
+    read = 4 * encoded.tokens * width**2 + jagged_attention_flops(encoded.tokens, seeds, width)
+    kron = 2 * terms * (seeds * out * width + out * width * model.width)
+    each = seed + len(encoded.lengths) * (2 * seeds * width**2 + kron)
+    return encoded.stream.pooled * each + read
+
+
+def _read(model: GemConfig, encoded: _Encoded, candidates: int) -> int:
+    width = encoded.stream.config.width
+    return 2 * candidates * model.width * width + 4 * encoded.tokens * width**2 + 4 * encoded.read_pairs * width

@@ -2,13 +2,14 @@
 
 Knows the mathematics. Does not know training, precision, devices or storage.
 
-R requests, N candidates, T events, D width, K objectives.
+R requests, N candidates, T events, D width, d width of a stream of events, K objectives.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -20,15 +21,17 @@ from feature_store.layout import Layout
 from model.gem.batch import Batch
 from model.gem.config import GemConfig
 from model.gem.encoder import KunlunLayer, Sequence
+from model.gem.events import EventProjection, Happened
 from model.gem.heads import ObjectiveHeads
+from model.gem.streams import EventStream, event_streams, stream_rows, unmerged
 from model.kernels.block_attention import blocks
 from model.kernels.jagged_attention import candidate_attention
 from model.nn.embedding import IdEmbeddings
-from model.nn.jagged import Jagged, jagged, newest, only, reverse, scatter
+from model.nn.jagged import Jagged, jagged
 from model.nn.norm import rms_norm
 from model.nn.numeric import PiecewiseLinear
 from model.nn.shape import InputShape, input_shape
-from model.nn.time import LogBuckets, gap_log, rote_angles, turns
+from model.nn.time import gap_log, rote_angles, turns
 
 DAY_MS, HOUR_MS = 86_400_000, 3_600_000
 
@@ -47,21 +50,22 @@ class FoundationModel(nn.Module):
     def __init__(self, config: GemConfig, layout: Layout) -> None:
         super().__init__()
         shape = input_shape(layout)
-        self.config, self.shape = config, shape
+        self.config, self.shape, self.streams = config, shape, event_streams(config, shape)
         self.embeddings = IdEmbeddings((*shape.user_ids, *shape.ad_ids, *shape.event_ids), config.id_width)
         self.tokens = Tokenizer(config, shape)
         context = config.user_tokens + 1
-        tokens, streams = context + config.ad_tokens, len(shape.streams)
+        tokens = context + config.ad_tokens
         self.layers = nn.ModuleList()
         for layer in range(config.layers):
             self.layers.append(
-                KunlunLayer(config, layer, tokens=tokens, context_tokens=context, streams=streams)
+                KunlunLayer(config, layer, tokens=tokens, context_tokens=context, streams=self.streams)
             )
             tokens = config.factor_tokens + config.linear_tokens
-        self.reads = nn.ModuleList(CandidateRead(config) for _ in range(streams))
-        flat = (tokens + streams * (config.sequence_tokens + 1)) * config.width
+        self.reads = nn.ModuleList(
+            CandidateRead(stream.config, ad_width=config.width) for stream in self.streams
+        )
         self.heads = ObjectiveHeads(
-            flat,
+            flat_width(config, tokens, self.streams),
             surfaces=len(shape.surfaces),
             objectives=len(shape.objectives),
             hidden=config.hidden,
@@ -88,7 +92,8 @@ class FoundationModel(nn.Module):
         c_RcD, a_NaD, streams = self.tokens(batch, self.embeddings)
         x_NtD = torch.cat([c_RcD.index_select(0, request_N), a_NaD], dim=1)
         if self.config.pffn_context == "candidate":
-            streams = tuple(_repeat(s, request_N, self.config) for s in streams)
+            shapes = zip(self.streams, streams, strict=True)
+            streams = tuple(_repeat(shape, s, request_N) for shape, s in shapes)
             request_N = torch.arange(len(x_NtD), device=x_NtD.device)
         h_RKD: Tensor | None = None
         crossed = []
@@ -104,12 +109,18 @@ class FoundationModel(nn.Module):
         return FoundationOutput(logits, (crossed[0], crossed[len(crossed) // 2], hidden))
 
 
+def flat_width(config: GemConfig, tokens: int, streams: tuple[EventStream, ...]) -> int:
+    """Of what the heads read: tokens, summaries and, at each stream's own width, the candidate's reads."""
+    summaries = sum(stream.summary_tokens for stream in streams)
+    return (tokens + summaries) * config.width + sum(stream.config.width for stream in streams)
+
+
 class Tokenizer(nn.Module):
     """Context tokens C [R, c, D], ad tokens [N, a, D] and the streams of events of a batch."""
 
     def __init__(self, config: GemConfig, shape: InputShape) -> None:
         super().__init__()
-        self.config, self.shape = config, shape
+        self.config, self.shape, self.streams = config, shape, event_streams(config, shape)
         self.user_numbers = PiecewiseLinear(shape.user_dense, num_bins=config.bins)
         self.ad_numbers = PiecewiseLinear(shape.ad_dense, num_bins=config.bins)
         self.event_numbers = PiecewiseLinear(shape.event_dense, num_bins=config.bins)
@@ -120,7 +131,19 @@ class Tokenizer(nn.Module):
         self.hour, self.weekday = nn.Embedding(24, width), nn.Embedding(7, width)
         for table in (self.surface, self.hour, self.weekday):
             nn.init.normal_(table.weight, std=0.02)
-        self.events = EventProjection(config, shape, self.event_numbers)
+        self._projected_by = [
+            "events" if stream.config.width == width else f"events_{index}"
+            for index, stream in enumerate(self.streams)
+        ]
+        for name in dict.fromkeys(self._projected_by):
+            pairs = zip(self._projected_by, self.streams, strict=True)
+            own = tuple(stream for projected_by, stream in pairs if projected_by == name)
+            self.add_module(name, EventProjection(own, shape, self.event_numbers))
+
+    @property
+    def projections(self) -> list[EventProjection]:
+        """Of all events: one for all streams of the model's width, and one for each of another."""
+        return [module for module in self.children() if isinstance(module, EventProjection)]
 
     def fit(self, batches: list[FeatureBatch], embeddings: IdEmbeddings) -> None:
         """Quantile edges and vocabularies from training batches."""
@@ -139,7 +162,9 @@ class Tokenizer(nn.Module):
     ) -> tuple[Tensor, Tensor, tuple[Sequence, ...]]:
         """(C, ad tokens, streams with their events newest first)."""
         shape, config = self.shape, self.config
-        chosen = [stream_rows(batch, stream, config.max_events) for stream in shape.streams]
+        chosen = [
+            stream_rows(batch, stream.sources, stream.config.max_events) for stream in self.streams
+        ]
         rows = torch.cat([rows for rows, _ in chosen])
         keys = [batch.user_ids, batch.ad_ids, batch.event_ids[rows]]
         columns = (*shape.user_ids, *shape.ad_ids, *shape.event_ids)
@@ -162,104 +187,48 @@ class Tokenizer(nn.Module):
     def _streams(
         self, batch: Batch, rows: Tensor, offsets: list[Tensor], vectors: list[Tensor]
     ) -> tuple[Sequence, ...]:
-        config, layouts = self.config, [jagged(part) for part in offsets]
+        layouts = [jagged(part) for part in offsets]
         event_ms = batch.event_ms[rows]
         request_ms = batch.request_ms[torch.cat([layout.sequence for layout in layouts])]
-        values = self.events(
-            vectors,
+        source = batch.event_source[rows].long()
+        happened = Happened(
             self.event_numbers(batch.event_dense[rows]),
-            source=batch.event_source[rows].long(),
-            surface=batch.event_surface[rows].long(),
-            labels=batch.event_labels[rows].long(),
-            gap=(event_ms, request_ms),
+            source,
+            batch.event_surface[rows].long(),
+            batch.event_labels[rows].long(),
+            event_ms,
+            request_ms,
+            tuple(vectors),
         )
-        tau = gap_log(event_ms, request_ms, scale_ms=1000 * config.time_scale_seconds)
+        tau = gap_log(event_ms, request_ms, scale_ms=1000 * self.config.time_scale_seconds)
         sizes = [len(layout.sequence) for layout in layouts]
-        parts = zip(values.split(sizes), tau.split(sizes), layouts, strict=True)
-        return tuple(self._stream(*part) for part in parts)
-
-    def _stream(self, values: Tensor, tau: Tensor, layout: Jagged) -> Sequence:
-        config = self.config
-        angles = rote_angles(layout.position, tau, config.width // config.heads)
-        maps = blocks(layout, block=config.block, radius=config.radius)
-        return Sequence(values, layout, maps, turns(angles))
-
-
-def stream_rows(batch: Batch, sources: tuple[int, ...], limit: int) -> tuple[Tensor, Tensor]:
-    """Rows of the newest `limit` events of these sources a request, newest first, and their offsets.
-
-    Events of a batch lie in the order of time, so what is taken out of it is merged already.
-    """
-    members = torch.tensor(sources, dtype=torch.int64, device=batch.event_ms.device)
-    own, offsets = only(torch.isin(batch.event_source.long(), members), batch.event_offsets)
-    kept, offsets = newest(offsets, limit)
-    return own[kept][reverse(offsets)], offsets
-
-
-class EventProjection(nn.Module):
-    """Events [T, D]: every source has a projection of its own over the columns it fills, then all share one width (OneSeq)."""
-
-    def __init__(self, config: GemConfig, shape: InputShape, numbers: PiecewiseLinear) -> None:
-        super().__init__()
-        width = config.width
-        self._columns = [
-            (source.id_columns, numbers.codes_of(source.dense_columns)) for source in shape.sources
-        ]
-        self.in_widths = [max(1, len(ids) * config.id_width + len(codes)) for ids, codes in self._columns]
-        self.sources = nn.ModuleList(
-            nn.Sequential(nn.Linear(size, 2 * width), nn.GELU(approximate="tanh"), nn.Linear(2 * width, width))
-            for size in self.in_widths
+        parts = zip(
+            self.streams, self._projected(happened, sizes), source.split(sizes), tau.split(sizes), layouts, strict=True
         )
-        self.kind = nn.Embedding(max(1, len(shape.sources)), width)
-        self.surface = nn.Embedding(len(shape.surfaces) + 1, width)
-        self.label = nn.Parameter(torch.randn(len(shape.objectives), width) * 0.02)
-        self.no_label = nn.Parameter(torch.zeros(width))
-        self.time = LogBuckets(width)
-        for table in (self.kind, self.surface):
-            nn.init.normal_(table.weight, std=0.02)
+        return tuple(_tokenized(*part) for part in parts)
 
-    def forward(
-        self,
-        vectors: list[Tensor],
-        numbers: Tensor,
-        *,
-        source: Tensor,
-        surface: Tensor,
-        labels: Tensor,
-        gap: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """[T, D] from id vectors, codes of numbers, source, surface (-1: none), label bits and (event, request) times."""
-        parts, order = [numbers.new_zeros(0, len(self.no_label))], [source[:0]]
-        for index, project in enumerate(self.sources):
-            rows = torch.nonzero(source == index).flatten()
-            parts.append(project(self._features(index, rows, vectors, numbers)))
-            order.append(rows)
-        out = scatter(torch.cat(parts), torch.cat(order), len(source))
-        bits = (labels[:, None] >> torch.arange(len(self.label), device=labels.device)) & 1
-        marked = bits.to(out.dtype) @ self.label + (labels == 0).to(out.dtype)[:, None] * self.no_label
-        return rms_norm(out + self.kind(source) + self.surface(surface + 1) + marked + self.time(*gap))
-
-    def _features(self, index: int, rows: Tensor, vectors: list[Tensor], numbers: Tensor) -> Tensor:
-        """Columns of a source at some rows; a source without columns has one of ones, so that a bias is all it learns."""
-        ids, codes = self._columns[index]
-        if not ids and not codes:
-            return numbers.new_ones(len(rows), 1)
-        chosen = [vectors[column].index_select(0, rows) for column in ids]
-        return torch.cat([*chosen, numbers.index_select(0, rows)[:, codes]], dim=1)
+    def _projected(self, happened: Happened, sizes: list[int]) -> list[Tensor]:
+        """Events [T, d] of every stream; neighbours with one projection go through it at once."""
+        made: list[Tensor] = []
+        for name, run in groupby(self._projected_by):
+            own = sizes[len(made) :][: len(list(run))]
+            part = happened.part(sum(map(len, made)), sum(own))
+            made.extend(self.get_submodule(name)(part).split(own))
+        return made
 
 
 class CandidateRead(nn.Module):
     """A candidate's own look at the final history: softmax attention of its tokens over the request's events."""
 
-    def __init__(self, config: GemConfig) -> None:
+    def __init__(self, config: GemConfig, *, ad_width: int | None = None) -> None:
         super().__init__()
         width = config.width
         self.heads = config.heads
-        self.query = nn.Linear(width, width, bias=False)
+        self.query = nn.Linear(ad_width or width, width, bias=False)
         self.key_value = nn.Linear(width, 2 * width, bias=False)
 
     def forward(self, ad_ND: Tensor, s: Sequence, request_N: Tensor) -> Tensor:
-        """[N, D]; zeros for an empty history."""
+        """[N, d]; zeros for an empty history."""
         q = rms_norm(self.query(ad_ND).unflatten(-1, (self.heads, -1)))
         k, v = self.key_value(rms_norm(s.values_TD)).unflatten(-1, (2 * self.heads, -1)).chunk(2, dim=1)
         return candidate_attention(q, rms_norm(k), v, s.layout, request_N).flatten(1)
@@ -273,12 +242,26 @@ def _split(values: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
     return parts
 
 
-def _repeat(s: Sequence, request_N: Tensor, config: GemConfig) -> Sequence:
+def _tokenized(
+    stream: EventStream, values_Td: Tensor, source_T: Tensor, tau_T: Tensor, layout: Jagged
+) -> Sequence:
+    angles = rote_angles(layout.position, tau_T, stream.config.width // stream.config.heads)
+    return _laid_out(stream, values_Td, source_T, turns(angles), layout)
+
+
+def _repeat(stream: EventStream, s: Sequence, request_N: Tensor) -> Sequence:
     """Every candidate gets a copy of its request's events."""
     lengths = s.layout.lengths[request_N]
     offsets = torch.zeros(len(request_N) + 1, dtype=torch.int64, device=lengths.device)
     offsets[1:] = lengths.cumsum(0)
     layout = jagged(offsets)
     rows = s.layout.offsets[:-1][request_N][layout.sequence] + layout.position
-    maps = blocks(layout, block=config.block, radius=config.radius)
-    return Sequence(s.values_TD.index_select(0, rows), layout, maps, s.turns[rows])
+    return _laid_out(stream, s.values_TD.index_select(0, rows), s.source_T[rows], s.turns[rows], layout)
+
+
+def _laid_out(
+    stream: EventStream, values_Td: Tensor, source_T: Tensor, turns: Tensor, layout: Jagged
+) -> Sequence:
+    maps = blocks(layout, block=stream.config.block, radius=stream.config.radius)
+    members = unmerged(source_T, layout, stream.sources) if stream.pooled > 1 else ()
+    return Sequence(values_Td, layout, maps, turns, source_T, members)

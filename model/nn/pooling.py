@@ -2,7 +2,7 @@
 
 Knows seeds and Kronecker sums. Does not know what is summarized.
 
-R sequences, T tokens packed, D width, S seeds, K summary tokens, k Kronecker terms.
+R sequences, T tokens packed, D width, E width of the summary, S seeds, K summary tokens, k Kronecker terms.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from model.nn.norm import rms_norm
 
 
 class SumKronLinear(nn.Module):
-    """Y = Σ_i Z_iᵀ X W_i, X [R, S, D] → Y [R, K, D]: k (S·K + D²) parameters (Kunlun §HSP, stage 3).
+    """Y = Σ_i Z_iᵀ X W_i, X [R, S, D] → Y [R, K, E]: k (S·K + D·E) parameters (Kunlun §HSP, stage 3; there E = D).
 
     Z is applied first: the same result as W first, at a fraction of the products.
     """
 
-    def __init__(self, seeds: int, tokens: int, width: int, terms: int) -> None:
+    def __init__(self, seeds: int, tokens: int, width: int, terms: int, out_width: int | None = None) -> None:
         super().__init__()
         self.z = nn.Parameter(nn.init.trunc_normal_(torch.empty(terms, seeds, tokens), std=seeds**-0.5))
-        self.w = nn.Parameter(nn.init.trunc_normal_(torch.empty(terms, width, width), std=(terms * width) ** -0.5))
+        self.w = nn.Parameter(nn.init.trunc_normal_(torch.empty(terms, width, out_width or width), std=(terms * width) ** -0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[R, K, D]: one product over seeds with the terms folded in, one over width."""
+        """[R, K, E]: one product over seeds with the terms folded in, one over width."""
         terms, seeds, tokens = self.z.shape
         pooled = self.z.permute(0, 2, 1).reshape(terms * tokens, seeds) @ x
         mixed = pooled.unflatten(1, (terms, tokens)).permute(0, 2, 1, 3).flatten(2)
@@ -42,11 +42,15 @@ def sum_kron_reference(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
 class HierarchicalSeedPooling(nn.Module):
     """Learned seeds attend the sequence, more of them than needed; a Kronecker sum compresses them (Kunlun §HSP).
 
+    A summary of another width, `out_width`, is the Kronecker sum's: its W_i are D × E then, and no projection follows.
+
     Raises:
         ValueError: there are not more seeds than summary tokens.
     """
 
-    def __init__(self, width: int, *, heads: int, seeds: int, tokens: int, terms: int) -> None:
+    def __init__(
+        self, width: int, *, heads: int, seeds: int, tokens: int, terms: int, out_width: int | None = None
+    ) -> None:
         super().__init__()
         if seeds <= tokens:
             raise ValueError(f"{seeds} seeds must exceed {tokens} summary tokens; pooling is over-complete by design")
@@ -55,10 +59,10 @@ class HierarchicalSeedPooling(nn.Module):
         self.query = nn.Linear(width, width, bias=False)
         self.key_value = nn.Linear(width, 2 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.compress = SumKronLinear(seeds, tokens, width, terms)
+        self.compress = SumKronLinear(seeds, tokens, width, terms, out_width)
 
     def forward(self, s_TD: Tensor, layout: Jagged) -> Tensor:
-        """[R, K, D]; a constant for an empty sequence."""
+        """[R, K, E]; a constant for an empty sequence."""
         seeds = self.query(rms_norm(self.seeds)).unflatten(-1, (self.heads, -1))[None]
         k, v = self.key_value(rms_norm(s_TD)).unflatten(-1, (2 * self.heads, -1)).chunk(2, dim=1)
         read = jagged_attention(seeds, k, v, layout).flatten(2)

@@ -10,6 +10,9 @@ from typing import Any
 
 from feature_store.layout import Column, Layout
 
+DEFAULT_GROUP = "default"
+"""Merge group of sources that name none."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdColumn:
@@ -39,7 +42,7 @@ class SourceShape:
     name: str
     id_columns: tuple[int, ...]
     dense_columns: tuple[int, ...]
-    merge_group: str = "default"
+    merge_group: str = DEFAULT_GROUP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +62,15 @@ class InputShape:
     @property
     def streams(self) -> tuple[tuple[int, ...], ...]:
         """Sources that share a merge group, as indices: each group is one stream of events in the order of time."""
-        groups: dict[str, list[int]] = {}
-        for index, source in enumerate(self.sources):
-            groups.setdefault(source.merge_group, []).append(index)
-        return tuple(map(tuple, groups.values())) or ((),)
+        return tuple(
+            tuple(index for index, source in enumerate(self.sources) if source.merge_group == group)
+            for group in self.merge_groups
+        )
+
+    @property
+    def merge_groups(self) -> tuple[str, ...]:
+        """The group of every stream, in the order in which sources name them."""
+        return tuple(dict.fromkeys(source.merge_group for source in self.sources)) or (DEFAULT_GROUP,)
 
     @property
     def tables(self) -> dict[str, IdColumn]:
@@ -111,7 +119,7 @@ def input_shape(layout: Layout) -> InputShape:
                 name=source.name,
                 id_columns=tuple(id_names.index(name) for name in source.features if name in id_names),
                 dense_columns=tuple(dense_names.index(name) for name in source.features if name in dense_names),
-                merge_group=source.merge_group or "default",
+                merge_group=source.merge_group or DEFAULT_GROUP,
             )
             for source in message.event_sources
         ),
