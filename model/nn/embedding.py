@@ -114,7 +114,7 @@ class IdEmbeddings(nn.Module):
         known: Tensor = getattr(self, f"vocabulary_{table}")
         if not len(known):
             return torch.where(keys == ABSENT, ABSENT_ROW, UNKNOWN_ROW)
-        at = torch.searchsorted(known, keys).clamp(max=len(known) - 1)
+        at = torch.searchsorted(known, keys.contiguous()).clamp(max=len(known) - 1)
         found = torch.where(known[at] == keys, at + FIRST_ROW, UNKNOWN_ROW)
         return torch.where(keys == ABSENT, ABSENT_ROW, found)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.frappe import COLUMNS, NEGATIVES, with_negatives
 from benchmarks.scaling import law, slope_ratio
 from benchmarks.trials import Trial
 from model.baselines.presets import PRESETS
@@ -105,6 +106,29 @@ def test_the_quality_benchmark_ranks_the_lists_of_trivago(tmp_path: Path) -> Non
     rate, counters = (next(c for c in cells if c["surface"] == "all" and c["model"] == name) for name in ("rate", "lightgbm"))
     assert 0.1 < rate["mrr"] < counters["mrr"] < 1
     assert counters["ne"] < rate["ne"]
+
+
+@pytest.mark.timeout(300)
+def test_the_frappe_benchmark_sets_models_beside_the_published_figures(tmp_path: Path) -> None:
+    if not (LOGS / "frappe").exists():
+        pytest.skip(f"the published rows are not at {LOGS}; set GEM_DATA to run this")
+    result = _run("frappe", tmp_path / "out.json", "--source", str(LOGS / "frappe"))
+    cells = result["cells"]
+    assert isinstance(cells, list)
+    assert {cell["model"] for cell in cells} == {"foundation", "wukong", "dcnv2"}
+    assert all(0.5 < cell["low"] <= cell["auc"] <= cell["high"] < 1 for cell in cells)
+
+
+def test_drawn_negatives_are_apps_that_their_situation_has_not_used() -> None:
+    random = np.random.default_rng(3)
+    positives = random.integers(0, 4, (300, len(COLUMNS)))
+    positives[:, -1] = random.integers(0, 12, 300)
+    rows = with_negatives(positives, np.random.default_rng(0))
+    used = set(map(tuple, positives.tolist()))
+    assert sorted(map(tuple, rows.fields_NF[rows.label_N == 1].tolist())) == sorted(map(tuple, positives.tolist()))
+    negatives = list(map(tuple, rows.fields_NF[rows.label_N == 0].tolist()))
+    assert len(negatives) == NEGATIVES * len(positives)
+    assert not used & set(negatives)
 
 
 @pytest.mark.timeout(300)
