@@ -20,8 +20,8 @@ class Limits:
     """Ads of one request."""
     max_message_bytes: int = 64 * 1024 * 1024
     """Bytes of one message, either way; 10 000 candidates of 4 KiB fit."""
-    max_history_events: int = 4_096
-    """Events of one user's history."""
+    max_history_events: int = 16_384
+    """Events of one user's history, of all sources: 4 KiB each fill a message, and an append writes the whole row anew."""
     max_appended_events: int = 10_000
     """Events and outcomes of one append."""
     max_id_bytes: int = 512
@@ -60,6 +60,20 @@ class Limits:
                 f"{count} {what} exceed the limit of {limit}; send several requests",
                 count=count,
                 limit=limit,
+            )
+
+    def check_history(self, count: int) -> None:
+        """Refuse histories that may hold `count` events, more than `max_history_events`.
+
+        Raises:
+            InvalidInput: naming both numbers.
+        """
+        if count > self.max_history_events:
+            raise InvalidInput(
+                f"event sources keep {count} events of a user, the limit is {self.max_history_events}; lower their "
+                f"max_length in the spec, or raise GEM_MAX_HISTORY_EVENTS",
+                count=count,
+                limit=self.max_history_events,
             )
 
     def check_id(self, text: str, *, what: str) -> None:

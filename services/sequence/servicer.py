@@ -22,7 +22,11 @@ from services.sequence.reader import Question, StateReader
 
 
 class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
-    """Serves reads and appends over an online store."""
+    """Serves reads and appends over an online store.
+
+    Raises:
+        InvalidInput: the spec's histories are longer than the limit.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class SequenceServicer(sequence_service_pb2_grpc.SequenceServiceServicer):
     ) -> None:
         self._reader, self._appender, self._spec = reader, appender, spec
         self._metrics, self._limits = metrics, limits or Limits()
+        self._limits.check_history(sum(source.max_length for source in spec.message.event_sources))
 
     def GetUserState(
         self, request: messages.GetUserStateRequest, context: grpc.ServicerContext
