@@ -107,6 +107,12 @@ def runs(names: Sequence[str]) -> list[tuple[str, int, int]]:
     return out
 
 
+def activated(x: Tensor, names: Sequence[str], *, axis: int) -> Tensor:
+    """What each head's activation makes of its share of x, heads along `axis`."""
+    parts = [ACTIVATIONS[name].value(x.narrow(axis, first, count)) for name, first, count in runs(names)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+
 @jit
 def curve(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     """(act(x), act′(x)); GELU in its tanh form is x·σ(2z), z = √(2/π)(x + 0.044715 x³)."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model.kernels import gdpa_tiles as gdpa_tiles  # registers torch.ops.gem.gdpa
-from model.kernels.activations import ACTIVATIONS, per_head, runs
+from model.kernels.activations import ACTIVATIONS, activated, per_head, runs
 from model.kernels.gpu import alike, on_gpu
 from model.nn.jagged import Jagged, pad, unpad
 
@@ -218,8 +218,7 @@ def gdpa_reference(
     for row in range(layout.num_sequences):
         q = q_THd[layout.offsets[row] : layout.offsets[row + 1]]
         scores = scale * torch.einsum("thd,mhd->htm", q, k_RMHd[row])
-        hidden = torch.stack([ACTIVATIONS[name].value(x) for name, x in zip(names, scores, strict=True)])
-        out.append(beta * torch.einsum("htm,mhd->thd", hidden, v_RMHd[row]))
+        out.append(beta * torch.einsum("htm,mhd->thd", activated(scores, names, axis=0), v_RMHd[row]))
     return torch.cat(out)
 
 

@@ -11,11 +11,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from model.kernels import gdpa_tiles
+from model.kernels import gdpa_tiles, jagged_gdpa_tiles
 from model.kernels.activations import ACTIVATIONS, POLYNOMIAL_BOUND, curve
-from model.kernels.gdpa import gdpa_reference
+from model.kernels.gdpa import gdpa_flops, gdpa_reference
 from model.kernels.gpu import jit, tl
+from model.kernels.jagged_gdpa import (
+    pooled_gdpa_reference,
+    windowed_gdpa_flops,
+    windowed_gdpa_reference,
+)
 from model.nn.jagged import Jagged, jagged
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/model/test_gdpa_tiles.py"
@@ -65,3 +71,64 @@ def test_every_head_has_its_own_activation(activation: tuple[str, ...]) -> None:
     k, v = (normal(len(lengths), keys, heads, width, seed=i).requires_grad_() for i in (1, 2))
     plain = gdpa_reference(q, k, v, layout, activation=activation, alpha=0.4, beta=0.5)
     same(gdpa_tiles.attend(q, k, v, layout.offsets, ",".join(activation), 0.4, 0.5), plain, q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("window", "activation"), [(-1, "gelu"), (0, "silu"), (9, "relu,leaky_relu"), (70, "gelu"), (200, "hardswish")]
+)
+def test_jagged_queries_in_a_window_equal_their_definition(window: int, activation: str) -> None:
+    lengths = [0, 1, 65, 140]
+    layout, width = layout_of(lengths), 4 if window else 16
+    q, k, v = normal(sum(lengths), 6, width).requires_grad_().chunk(3, dim=1)  # side by side, as layers make them
+    options = {"window": None if window < 0 else window, "activation": activation.split(","), "alpha": 0.3, "beta": 0.2}
+    plain = windowed_gdpa_reference(q, k, v, layout, **options)
+    same(jagged_gdpa_tiles.attend(q, k, v, layout.offsets, window, activation, 0.3, 0.2), plain, q, k, v)
+
+
+@pytest.mark.parametrize(("shared", "queries"), [(True, 3), (True, 140), (False, 3), (False, 40)])
+def test_dense_queries_over_jagged_keys_equal_their_definition(shared: bool, queries: int) -> None:
+    lengths = [0, 1, 63, 64, 65, 130]
+    layout, q = layout_of(lengths), normal(1 if shared else len(lengths), queries, 2, 8).requires_grad_()
+    k, v = normal(sum(lengths), 4, 8, seed=3).requires_grad_().chunk(2, dim=1)
+    plain = pooled_gdpa_reference(q, k, v, layout, activation="gelu", alpha=0.3, beta=0.2)
+    same(jagged_gdpa_tiles.attend(q, k, v, layout.offsets, -1, "gelu", 0.3, 0.2), plain, q, k, v)
+
+
+def test_sequences_without_keys_read_zeros() -> None:
+    q, none = normal(2, 3, 2, 16).requires_grad_(), torch.zeros(0, 2, 16, requires_grad=True)
+    out = jagged_gdpa_tiles.attend(q, none, none, torch.tensor([0, 0, 0]), -1, "gelu", 0.5, 1.0)
+    assert not out.any()
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), (q, none)))
+
+
+def test_operators_are_what_torch_asks_of_them_and_compile_whole() -> None:
+    layout, q, k = layout_of([2, 0, 9]), normal(11, 2, 4).requires_grad_(), normal(11, 2, 4, seed=1).requires_grad_()
+    seeds = normal(1, 3, 2, 4, seed=2).requires_grad_()
+    what = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for queries, window in ((q, 3), (seeds, -1)):
+        given = (queries, k, k, layout.offsets, window, "gelu,relu", 0.5, 1.0)
+        torch.library.opcheck(torch.ops.gem.jagged_gdpa.default, given, test_utils=what)
+
+    def both(q: Tensor, seeds: Tensor) -> Tensor:
+        near = jagged_gdpa_tiles.attend(q, q, q, layout.offsets, 3, "gelu", 0.5, 1.0)
+        return jagged_gdpa_tiles.attend(seeds, near, near, layout.offsets, -1, "silu", 0.5, 1.0).square().sum()
+
+    whole = torch.compile(both, fullgraph=True, backend="aot_eager")
+    found, wanted = (torch.autograd.grad(function(q, seeds), (q, seeds)) for function in (whole, both))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("window", [-1, 3])
+def test_the_counter_of_torch_counts_pairs_within_the_window_and_nothing_computed_again(window: int) -> None:
+    lengths = [2, 0, 9, 30]
+    layout, q = layout_of(lengths), normal(41, 2, 4).requires_grad_()
+    seeds = normal(1, 3, 2, 4, seed=2).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        loss = jagged_gdpa_tiles.attend(q, q, q, layout.offsets, window, "gelu", 0.5, 1.0).sum()
+        loss = loss + jagged_gdpa_tiles.attend(seeds, q, q, layout.offsets, -1, "gelu", 0.5, 1.0).sum()
+    forward = windowed_gdpa_flops(lengths, window=None if window < 0 else window, width=8) + gdpa_flops(41, 3, 8)
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert counter.get_total_flops() == 2 * forward

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from model.kernels import gdpa_tiles
+from model.kernels import gdpa_tiles, jagged_gdpa_tiles
 from tests.model.test_triton_kernels import ROOT, compiled, needs_triton, stack_bytes
 
 ARCHITECTURES = pytest.mark.parametrize(
@@ -29,9 +29,12 @@ def test_interpreted_on_a_cpu_the_kernels_equal_their_definitions() -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def assert_compiles(module: str, kernel: str, capability: int, instruction: str, cut: Any, numbers: dict[str, Any], folder: Path) -> None:
+def assert_compiles(
+    module: str, kernel: str, capability: int, instruction: str, cut: Any, numbers: dict[str, Any], folder: Path
+) -> None:
     """By matrix instructions, without a spilled register, within the shared memory that a program can have."""
-    built = compiled(getattr(importlib.import_module(f"model.kernels.{module}"), kernel), capability, cut, BFLOAT | numbers)
+    function = getattr(importlib.import_module(f"model.kernels.{module}"), kernel)
+    built = compiled(function, capability, cut, BFLOAT | numbers)
     assert built.asm["ptx"].count(instruction) > 0
     assert stack_bytes(built.asm["cubin"], folder) == 0
     assert built.metadata.shared <= 232448
@@ -47,3 +50,20 @@ def test_other_activations_spill_no_register_either(
     numbers = {"ACTIVATION": activation, "KEYS": 128}
     cut = gdpa_tiles.backward_tiles(128, 128)
     assert_compiles("gdpa_tiles", "_backward_kernel", capability, instruction, cut, numbers, tmp_path)
+
+
+@needs_triton
+@ARCHITECTURES
+@pytest.mark.parametrize("of", ["jagged queries", "dense queries"])
+@pytest.mark.parametrize("kernel", ["reads", "queries", "keys"])
+def test_over_jagged_keys_they_multiply_by_matrix_instructions_too(
+    of: str, kernel: str, capability: int, instruction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    jagged = of == "jagged queries"
+    numbers: dict[str, Any] = {"ACTIVATION": "gelu", "JAGGED": jagged, "WINDOWED": jagged}
+    if kernel != "keys":
+        numbers["BACKWARD"] = kernel == "queries"
+    name = "_key_kernel" if kernel == "keys" else "_query_kernel"
+    cut = (jagged_gdpa_tiles.key_tiles if kernel == "keys" else jagged_gdpa_tiles.query_tiles)(1000, 128)
+    assert_compiles("jagged_gdpa_tiles", name, capability, instruction, cut, numbers, tmp_path)
