@@ -23,7 +23,8 @@ from model.gem.presets import public_m, public_s, tiny
 from model.gem.streams import stream_rows, unmerged
 from model.nn.jagged import jagged
 from model.training import configuration
-from model.training.teacher import TeacherConfig
+from model.training.profile import parts_of
+from model.training.teacher import Teacher, TeacherConfig
 from tests.model.world_batches import batch_of, grouped, layout
 
 LONGEST = 16_384
@@ -137,6 +138,24 @@ def counted(model: FoundationModel, batch: FeatureBatch) -> int:
         scores(model, batch)
     total: int = counter.get_total_flops()
     return total
+
+
+@pytest.mark.parametrize("schedule", ["compskip", "full"])
+def test_every_part_of_a_personalized_model_is_watched_and_its_flops_are_what_torch_counts(schedule: Any) -> None:
+    wide = dataclasses.replace(IMPRESSION, radius=0)
+    config = dataclasses.replace(personalized(None, wide, SEARCH), schedule=schedule, pool_sources=True)
+    teacher = Teacher(TeacherConfig(foundation=config), grouped()).eval()
+    model, batch = teacher.foundation, batch_of([64, 64], [3, 3])
+    batch = batch._replace(event_source=np.tile(np.repeat([0, 1], 32), 2).astype(np.int32))
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.nn.attention.sdpa_kernel(
+        torch.nn.attention.SDPBackend.MATH
+    ):
+        scores(model, batch)
+    found, names = counter.get_flop_counts(), {module: name for name, module in model.named_modules()}
+    parts = parts_of(teacher)
+    for name, wanted in flops_by_part(model, batch).items():
+        each = [sum(found[f"FoundationModel.{names[module]}"].values()) for module in parts[name]]
+        assert sum(each) == pytest.approx(wanted, rel=0.01), name
 
 
 def test_half_of_one_stream_leaves_the_flops_of_the_other() -> None:
