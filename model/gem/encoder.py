@@ -22,7 +22,6 @@ from model.nn.interaction import MixtureOfWukongExperts, WeightGen
 from model.nn.jagged import Jagged, gather
 from model.nn.norm import rms_norm
 from model.nn.pooling import HierarchicalSeedPooling
-from model.nn.time import rotate
 
 
 class Sequence(NamedTuple):
@@ -77,9 +76,9 @@ class BlockSelfAttention(nn.Module):
         """[T, D]"""
         qkv = self.qkv(rms_norm(s.values_TD)).unflatten(-1, (3 * self.heads, -1))
         qk, v = qkv.split([2 * self.heads, self.heads], dim=1)
-        q, k = rotate(rms_norm(qk), s.turns).chunk(2, dim=1)
-        v = rotate(v, s.turns) if self.rotate_values else v
-        return s.values_TD + self.out(block_attention(q, k, v, s.blocks).flatten(1))
+        q, k = rms_norm(qk).chunk(2, dim=1)
+        read = block_attention(q, k, v, s.blocks, turns=s.turns, rotate_values=self.rotate_values)
+        return s.values_TD + self.out(read.flatten(1))
 
 
 class StreamLayer(nn.Module):

@@ -134,13 +134,11 @@ def row_dots(
 
 @jit
 def softmax_step(
-    acc: tl.tensor, top: tl.tensor, total: tl.tensor, q_tile: tl.tensor, k: tl.tensor, k_token: tl.tensor,
-    v: tl.tensor, v_token: tl.tensor, left: tl.tensor, power: tl.tensor,
-    BN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    acc: tl.tensor, top: tl.tensor, total: tl.tensor, q_tile: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor,
+    left: tl.tensor, power: tl.tensor,
+    BN: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """(Σ p·v, largest score, Σ p) after BN more keys, `left` of them there if TAIL; p relative to the largest."""
-    k_tile = load_tile(k, k_token, left, BN, WIDTH, D, TAIL)
-    v_tile = load_tile(v, v_token, left, BN, WIDTH, D, TAIL)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * power
     if TAIL:
         scores = tl.where(tl.arange(0, BN)[None, :] < left, scores, float("-inf"))
@@ -152,13 +150,11 @@ def softmax_step(
 
 @jit
 def query_step(
-    acc: tl.tensor, q_tile: tl.tensor, do_tile: tl.tensor, norm: tl.tensor, delta: tl.tensor, k: tl.tensor,
-    k_token: tl.tensor, v: tl.tensor, v_token: tl.tensor, left: tl.tensor, power: tl.tensor,
-    BN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    acc: tl.tensor, q_tile: tl.tensor, do_tile: tl.tensor, norm: tl.tensor, delta: tl.tensor, k_tile: tl.tensor,
+    v_tile: tl.tensor, left: tl.tensor, power: tl.tensor,
+    BN: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Adds dS · K of BN more keys, dS = P ⊙ (dO Vᵀ − Δ); the scale is left to the end."""
-    k_tile = load_tile(k, k_token, left, BN, WIDTH, D, TAIL)
-    v_tile = load_tile(v, v_token, left, BN, WIDTH, D, TAIL)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * power
     if TAIL:  # a key that is not there scores 0, which may be far above the others
         scores = tl.where(tl.arange(0, BN)[None, :] < left, scores, float("-inf"))

@@ -236,15 +236,16 @@ def _forward_kernel(
     top, total = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32)
     whole = length // BN * BN
     for _ in range(0, whole, BN):
-        acc, top, total = softmax_step(
-            acc, top, total, q_tile, k, k_token, v, v_token, BN, power, BN, WIDTH, D, False, PRECISION
-        )
+        k_tile = load_tile(k, k_token, BN, BN, WIDTH, D, False)
+        v_tile = load_tile(v, v_token, BN, BN, WIDTH, D, False)
+        acc, top, total = softmax_step(acc, top, total, q_tile, k_tile, v_tile, BN, power, BN, False, PRECISION)
         k += BN * k_token
         v += BN * v_token
     if whole < length:
-        acc, top, total = softmax_step(
-            acc, top, total, q_tile, k, k_token, v, v_token, length - whole, power, BN, WIDTH, D, True, PRECISION
-        )
+        rest = length - whole
+        k_rest = load_tile(k, k_token, rest, BN, WIDTH, D, True)
+        v_rest = load_tile(v, v_token, rest, BN, WIDTH, D, True)
+        acc, top, total = softmax_step(acc, top, total, q_tile, k_rest, v_rest, rest, power, BN, True, PRECISION)
     total = tl.where(length > 0, total, 1.0)
     here = ((row * queries + tile * BM) * heads + head) * WIDTH
     store_tile(out + here, heads * WIDTH, left, acc / total[:, None], BM, WIDTH, D)
@@ -281,17 +282,16 @@ def _query_kernel(
         k_row, v_row = k + start * k_token + head * k_head, v + start * v_token + head * v_head
         whole = length // BN * BN
         for _ in range(0, whole, BN):
-            acc = query_step(
-                acc, q_tile, do_tile, norm, along, k_row, k_token, v_row, v_token, BN, power,
-                BN, WIDTH, D, False, PRECISION,
-            )  # fmt: skip
+            k_tile = load_tile(k_row, k_token, BN, BN, WIDTH, D, False)
+            v_tile = load_tile(v_row, v_token, BN, BN, WIDTH, D, False)
+            acc = query_step(acc, q_tile, do_tile, norm, along, k_tile, v_tile, BN, power, BN, False, PRECISION)
             k_row += BN * k_token
             v_row += BN * v_token
         if whole < length:
-            acc = query_step(
-                acc, q_tile, do_tile, norm, along, k_row, k_token, v_row, v_token, length - whole, power,
-                BN, WIDTH, D, True, PRECISION,
-            )  # fmt: skip
+            rest = length - whole
+            k_rest = load_tile(k_row, k_token, rest, BN, WIDTH, D, True)
+            v_rest = load_tile(v_row, v_token, rest, BN, WIDTH, D, True)
+            acc = query_step(acc, q_tile, do_tile, norm, along, k_rest, v_rest, rest, power, BN, True, PRECISION)
     owner = part.to(tl.int64) if SHARED else tl.load(order + part)
     there = ((owner * queries + tile * BM) * heads + head) * WIDTH
     store_tile(dq + there, heads * WIDTH, left, acc * scale, BM, WIDTH, D)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.kernels import block_attention as by_blocks
-from model.kernels import gdpa_tiles
+from model.kernels import block_tiles, gdpa_tiles
 from model.kernels import jagged_attention as jagged_keys
 from model.kernels.block_attention import (
     Blocks,
@@ -25,6 +24,7 @@ from model.kernels.block_attention import (
 from model.kernels.gdpa import gdpa_flops, gdpa_reference
 from model.kernels.jagged_attention import jagged_attention_flops, jagged_attention_reference
 from model.nn.jagged import Jagged, jagged
+from model.nn.time import turns
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/model/test_triton_kernels.py"
 LENGTHS = [0, 1, 63, 64, 65, 128]
@@ -57,8 +57,11 @@ def read(q: Tensor, k: Tensor, v: Tensor, layout: Jagged) -> Tensor:
     return jagged_keys.attend(q, k, v, layout.offsets)[0]
 
 
-def read_blocks(q: Tensor, k: Tensor, v: Tensor, maps: Blocks) -> Tensor:
-    return by_blocks.attend(q, k, v, maps.spans, maps.block, maps.radius)[0]
+def read_blocks(
+    q: Tensor, k: Tensor, v: Tensor, maps: Blocks, angles: Tensor | None = None, rotate_values: bool = False
+) -> Tensor:
+    pairs = None if angles is None else torch.view_as_real(turns(angles)).flatten(1)
+    return block_tiles.attend(q, k, v, pairs, maps.spans, maps.block, maps.radius, rotate_values)[0]
 
 
 @pytest.mark.parametrize(("shared", "queries", "width"), [(True, 3, 16), (True, 70, 4), (False, 3, 4), (False, 70, 16)])
@@ -96,6 +99,22 @@ def test_block_attention_equals_dense_attention_with_the_block_mask(block: int, 
     maps = blocks(layout, block=block, radius=radius)
     plain = block_attention_reference(q, k, v, layout, block=block, radius=radius)
     same(read_blocks(q, k, v, maps), plain, q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("block", "radius", "width", "rotate_values"),
+    [(64, 0, 16, True), (64, 1, 4, False), (8, 2, 16, True), (20, 0, 12, False), (64, 1, 80, True)],
+)
+def test_pairs_turned_on_load_and_back_before_the_store_equal_pairs_turned_before(
+    block: int, radius: int, width: int, rotate_values: bool
+) -> None:
+    lengths = [0, 1, 63, 65, 127] if block == 64 else [0, 1, 7, 8, 9, 41]
+    layout = layout_of(lengths)
+    q, k, v = packed(sum(lengths), 2, width, 3)
+    maps, angles = blocks(layout, block=block, radius=radius), 3 * normal(sum(lengths), width // 2, seed=9)
+    options = {"turns": turns(angles), "rotate_values": rotate_values}
+    plain = block_attention_reference(q, k, v, layout, block=block, radius=radius, **options)
+    same(read_blocks(q, k, v, maps, angles, rotate_values), plain, q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +156,9 @@ def test_operators_are_what_torch_asks_of_them() -> None:
     keys, operators = normal(3, 2, 1, 16).requires_grad_(), torch.ops.gem
     what = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operators.jagged_attention.default, (seeds, k, v, layout.offsets), test_utils=what)
-    torch.library.opcheck(operators.block_attention.default, (q, k, v, maps.spans, 8, 1), test_utils=what)
+    for pairs in (None, torch.view_as_real(turns(normal(11, 8))).flatten(1)):
+        given = (q, k, v, pairs, maps.spans, 8, 1, False)
+        torch.library.opcheck(operators.block_attention.default, given, test_utils=what)
     torch.library.opcheck(operators.gdpa.default, (q, keys, keys, layout.offsets, "gelu", 0.5, 1.0), test_utils=what)
 
 
@@ -149,7 +170,7 @@ def test_compiled_whole_they_give_the_same() -> None:
     def both(seeds: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = (x[:6].view(3, 2, 1, 16) for x in (k, v))
         conditioned = gdpa_tiles.attend(q, keys, values, layout.offsets, "gelu", 0.5, 1.0)
-        return read(seeds, k, v, layout).sum() + read_blocks(conditioned, k, v, maps).square().sum()
+        return read(seeds, k, v, layout).sum() + read_blocks(conditioned, k, v, maps, k[:, 0, :8].detach()).square().sum()
 
     inputs = (seeds, q, k, v)
     whole = torch.compile(both, fullgraph=True, backend="aot_eager")
@@ -167,7 +188,7 @@ def test_the_counter_of_torch_counts_actual_lengths_and_nothing_computed_again(r
     seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=radius)
     keys = normal(4, 3, 1, 16).requires_grad_()
     with FlopCounterMode(display=False) as counter:
-        loss = read(seeds, k, v, layout).sum() + read_blocks(q, k, v, maps).sum()
+        loss = read(seeds, k, v, layout).sum() + read_blocks(q, k, v, maps, normal(41, 8)).sum()
         loss = loss + gdpa_tiles.attend(q, keys, keys, layout.offsets, "gelu", 0.5, 1.0).sum()
     forward = jagged_attention_flops(41, 2, 16) + block_attention_flops(lengths, block=8, radius=radius, width=16)
     forward += gdpa_flops(41, 3, 16)

@@ -98,6 +98,29 @@ def test_block_attention_equals_dense_attention_with_the_block_mask(lengths: lis
     )  # fmt: skip
 
 
+@settings(max_examples=12, deadline=None)
+@given(LENGTHS, st.sampled_from([(8, 0), (8, 1), (64, 0), (4, 2)]), st.booleans())
+def test_block_attention_turns_queries_and_keys_and_values_if_asked(
+    lengths: list[int], shape: tuple[int, int], rotate_values: bool
+) -> None:
+    block, radius = shape
+    layout, total = layout_of(lengths), sum(lengths)
+    q, k, v = normal(total, 6, 4).requires_grad_().chunk(3, dim=1)
+    options = {"turns": turns(3 * normal(total, 2, seed=1)), "rotate_values": rotate_values}
+    same_gradients(
+        block_attention(q, k, v, blocks(layout, block=block, radius=radius), **options),
+        block_attention_reference(q, k, v, layout, block=block, radius=radius, **options),
+        q, k, v,
+    )  # fmt: skip
+
+
+def test_a_token_alone_in_its_block_reads_its_own_value_turned() -> None:
+    v, angles = normal(5, 2, 4), normal(5, 2, seed=1)
+    maps = blocks(layout_of([1] * 5), block=8, radius=1)
+    read = block_attention(v, v, v, maps, turns=turns(angles), rotate_values=True)
+    torch.testing.assert_close(rotate(read, turns(-angles)), v)
+
+
 def test_a_token_outside_the_blocks_in_reach_changes_nothing_to_the_bit() -> None:
     layout = layout_of([40])
     q, k, v = (normal(40, 2, 4, seed=i) for i in range(3))
@@ -295,6 +318,8 @@ def test_jagged_operations_have_the_gradients_that_differences_show() -> None:
     seeds = normal(1, 2, 1, 2, seed=5).requires_grad_()
     assert torch.autograd.gradcheck(lambda q, k, v: gdpa(q, k, v, layout), (q, keys, values))
     assert torch.autograd.gradcheck(lambda q, k, v: block_attention(q, k, v, maps), (q, k, v))
+    turned = {"turns": turns(normal(6, 1, seed=6)), "rotate_values": True}
+    assert torch.autograd.gradcheck(lambda q, k, v: block_attention(q, k, v, maps, **turned), (q, k, v))
     assert torch.autograd.gradcheck(lambda q, k, v: jagged_attention(q, k, v, layout), (seeds, k, v))
     assert torch.autograd.gradcheck(rms_norm, (q,))
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from model.kernels import gdpa_tiles
-from model.kernels.block_attention import tiles
+from model.kernels import block_tiles, gdpa_tiles
 from model.kernels.jagged_attention import forward_tiles, key_tiles, query_tiles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,18 +26,22 @@ needs_triton = pytest.mark.skipif(
 )
 
 INTEGERS = {name: "*i64" for name in ("offsets", "order", "spans", "owner", "firsts")}
-FLOATS = {"lse": "*fp32", "delta": "*fp32", "scale": "fp32", "power": "fp32", "alpha": "fp32", "beta": "fp32"}
+FLOATS = {"lse": "*fp32", "turns": "*fp32", "delta": "*fp32", "scale": "fp32", "power": "fp32", "alpha": "fp32", "beta": "fp32"}
 TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 SOFTMAX = {"WIDTH": 128, "PRECISION": "ieee"}
-BLOCK = {"BLOCK": 64, "RADIUS": 0}
+BLOCK = {"BLOCK": 64, "RADIUS": 0, "TURNED": 0}
 GDPA = {"ACTIVATION": "gelu"}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("jagged_attention", "_forward_kernel", {}),
     ("jagged_attention", "_query_kernel", {"SHARED": True}),
     ("jagged_attention", "_key_kernel", {}),
-    ("block_attention", "_forward_kernel", BLOCK),
-    ("block_attention", "_backward_kernel", BLOCK),
-    ("block_attention", "_backward_kernel", BLOCK | {"RADIUS": 1}),
+    ("block_tiles", "_forward_kernel", BLOCK),
+    ("block_tiles", "_forward_kernel", BLOCK | {"RADIUS": 1, "TURNED": 2}),
+    ("block_tiles", "_backward_kernel", BLOCK),
+    ("block_tiles", "_backward_kernel", BLOCK | {"RADIUS": 1}),
+    ("block_tiles", "_backward_kernel", BLOCK | {"TURNED": 2}),
+    ("block_tiles", "_backward_kernel", BLOCK | {"RADIUS": 1, "TURNED": 1}),
+    ("block_tiles", "_backward_kernel", BLOCK | {"RADIUS": 1, "TURNED": 2}),
     ("gdpa_tiles", "_forward_kernel", GDPA | {"KEYS": 128, "SPAN": 1024}),
     ("gdpa_tiles", "_forward_kernel", GDPA | {"KEYS": 256, "SPAN": 1024}),
     ("gdpa_tiles", "_backward_kernel", GDPA | {"KEYS": 128}),
@@ -47,13 +50,14 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 def name_of(case: tuple[str, str, dict[str, Any]]) -> str:
     module, kernel, numbers = case
-    return f"{module}{kernel}{numbers.get('RADIUS', numbers.get('KEYS', ''))}"
+    return f"{module}{kernel}{numbers.get('RADIUS', numbers.get('KEYS', ''))}{' turned' if numbers.get('TURNED') else ''}"
 
 
-def cut_of(module: str, kernel: str, capability: int, keys: int = 0) -> Any:
+def cut_of(module: str, kernel: str, capability: int, keys: int = 0, turned: bool = False) -> Any:
     """The tiles that the launcher chooses for 256 seeds, blocks of 64, or a number of keys; heads of 128."""
-    if module == "block_attention":
-        return tiles(64, 128)
+    if module == "block_tiles":
+        forward = kernel == "_forward_kernel"
+        return block_tiles.forward_tiles(64, 128) if forward else block_tiles.backward_tiles(64, 128, turned=turned)
     if module == "gdpa_tiles":
         return getattr(gdpa_tiles, kernel[1:].replace("kernel", "tiles"))(keys, 128)
     if kernel == "_query_kernel":
@@ -85,7 +89,8 @@ def test_compiled_for_a_gpu_they_multiply_by_matrix_instructions_and_spill_no_re
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module, name, more = case
     kernel = getattr(importlib.import_module(f"model.kernels.{module}"), name)
-    built = compiled(kernel, capability, cut_of(module, name, capability, more.get("KEYS", 0)), SOFTMAX | more)
+    cut = cut_of(module, name, capability, more.get("KEYS", 0), more.get("TURNED", 0) > 0)
+    built = compiled(kernel, capability, cut, SOFTMAX | more)
     assert built.asm["ptx"].count(instruction) > 0
     assert stack_bytes(built.asm["cubin"], tmp_path) == 0
     assert built.metadata.shared <= 232448  # bytes that a program can have on either
