@@ -10,6 +10,8 @@ were known at each impression's own time; every impression is a request of its o
 from __future__ import annotations
 
 import argparse
+import hashlib
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -33,11 +35,19 @@ from model.baselines.frame import Baseline
 from model.baselines.presets import PRESETS
 from model.gem.batch import Batch
 from model.training.base_rates import base_logits
-from model.training.evaluate import POOLED, Predictions, SliceMetrics, compare, evaluate, predict
+from model.training.evaluate import (
+    POOLED,
+    Predictions,
+    SliceMetrics,
+    compare,
+    concatenate,
+    evaluate,
+    predict,
+)
 from model.training.fitting import FitConfig, fit
 from model.training.learner import Learner
 from model.training.loss import Sums, masked_bce
-from model.training.metrics import Undefined, mrr
+from model.training.metrics import Interval, Undefined, mrr
 from model.training.optimizers import OptimizerConfig
 from model.training.parallel import Processes
 from model.training.quarantine import Quarantine
@@ -78,7 +88,7 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         split = _split(options, Path(folder))
-        runs = {name: _seeds(run, split, options) for name, run in _models(options).items()}
+        runs = {name: _seeds(name, run, split, options) for name, run in _models(options).items()}
     columns, rows, result = _report(split, runs, options)
     finish(result, out=options.json, columns=columns, rows=rows)
 
@@ -94,7 +104,7 @@ def _options() -> argparse.Namespace:
     made.add_argument("--preset", default="model.gem.presets:public_s", help="foundation model")
     made.add_argument("--epochs", type=int, default=1, help="passes over the training rows")
     made.add_argument("--models", default="rate,lightgbm,din,foundation", help=f"rows of the table; also {', '.join(PRESETS)}")
-    made.add_argument("--keep", type=Path, help="folder to keep the imported tables in, for the next run")
+    made.add_argument("--keep", type=Path, help="folder that keeps the imported tables and every run, so that the same command goes on where it was stopped")
     return made.parse_args()
 
 
@@ -123,14 +133,30 @@ def _models(options: argparse.Namespace) -> Mapping[str, Fit]:
     return {name: known[name] for name in options.models.split(",")}
 
 
-def _seeds(run: Fit, split: Split, options: argparse.Namespace) -> list[Predictions]:
-    count = 1 if run in (_rate, _lightgbm) or options.quick else options.seeds
+def _seeds(name: str, run: Fit, split: Split, options: argparse.Namespace) -> list[Predictions]:
+    count = 1 if name in ("rate", "lightgbm") or options.quick else options.seeds
     made = []
     for seed in range(count):
         start = time.monotonic()
-        made.append(run(split, seed))
+        made.append(_kept(name, run, split, seed, options))
         ne = evaluate(made[-1], split.replay.spec.surfaces, split.replay.spec.objectives)[("all", "click")].ne
-        print(f"seed {seed}: click NE {ne}, {time.monotonic() - start:.0f} s", flush=True)  # a benchmark prints
+        print(f"{name}, seed {seed}: click NE {ne}, {time.monotonic() - start:.0f} s", flush=True)  # a benchmark prints
+    return made
+
+
+def _kept(name: str, run: Fit, split: Split, seed: int, options: argparse.Namespace) -> Predictions:
+    """A run: what it said lies in the kept folder, or it is made now."""
+    if not options.keep:
+        return run(split, seed)
+    facts = (name, options.preset if name == "foundation" else "", options.epochs, split.bounds, BATCH, split.replay.spec.hash)
+    path = options.keep / "runs" / f"{name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}-{seed}.npy"
+    if path.exists():
+        return _predictions(split, np.load(path))
+    made = run(split, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part.npy")
+    np.save(part, made.probabilities_NK)
+    part.replace(path)  # a killed run leaves none, or a whole one
     return made
 
 
@@ -230,9 +256,12 @@ def _predictions(split: Split, probabilities: npt.NDArray[np.floating[Any]]) -> 
     return blank._replace(probabilities_NK=np.asarray(probabilities, dtype=np.float64))
 
 
-def ensemble(runs: list[Predictions]) -> Predictions:
-    """Mean probability of several seeds: what the paired intervals compare."""
-    return runs[0]._replace(probabilities_NK=np.mean([run.probabilities_NK for run in runs], axis=0))
+def against(runs: list[Predictions], rival: list[Predictions], split: Split, *, quick: bool) -> Mapping[tuple[str, str], Interval]:
+    """Intervals of the mean NE of some runs minus that of a rival's: rows of all seeds side by side, users drawn with all of theirs."""
+    count = math.lcm(len(runs), len(rival))
+    ours, theirs = (concatenate(made * (count // len(made))) for made in (runs, rival))
+    spec = split.replay.spec
+    return compare(ours, theirs, spec.surfaces, spec.objectives, num_draws=200 if quick else 1000)
 
 
 def _report(
@@ -241,7 +270,7 @@ def _report(
     log, spec = split.log, split.replay.spec
     measured = {name: [evaluate(run, spec.surfaces, spec.objectives) for run in made] for name, made in runs.items()}
     versus = {
-        name: compare(made[0], runs["lightgbm"][0], spec.surfaces, spec.objectives, num_draws=200 if options.quick else 1000)
+        name: against(made, runs["lightgbm"], split, quick=options.quick)
         for name, made in runs.items()
         if name != "lightgbm" and "lightgbm" in runs
     }

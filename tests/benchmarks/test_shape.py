@@ -100,8 +100,11 @@ def test_the_quality_benchmark_ranks_the_lists_of_trivago(tmp_path: Path) -> Non
     for path in (LOGS / "trivago").glob("*.parquet"):
         pq.write_table(pq.read_table(path).slice(0, 12_000), tmp_path / path.name)  # sessions of a few hundred users
     ends = ["--train-end", "2018-11-07", "--valid-end", "2018-11-08T08:00", "--test-end", "2018-11-08T17:00Z"]
-    result = _run("quality", tmp_path / "out.json", "--data", "trivago", "--source", str(tmp_path), *ends, "--models", "rate,lightgbm")
+    options = ["--data", "trivago", "--source", str(tmp_path), *ends, "--models", "rate,lightgbm", "--keep", str(tmp_path / "kept")]
+    result = _run("quality", tmp_path / "out.json", *options)
     cells = result["cells"]
+    assert len(list((tmp_path / "kept" / "runs").glob("*.npy"))) == 2
+    assert _run("quality", tmp_path / "again.json", *options)["cells"] == cells, "what was kept is what was said"
     assert isinstance(cells, list)
     rate, counters = (next(c for c in cells if c["surface"] == "all" and c["model"] == name) for name in ("rate", "lightgbm"))
     assert 0.1 < rate["mrr"] < counters["mrr"] < 1
