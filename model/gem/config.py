@@ -66,6 +66,8 @@ class GemConfig:
     """Tokens of an attention block."""
     radius: int = 0
     """Blocks attended on each side."""
+    causal_blocks: bool = False
+    """Attend on the older side only: a token's own block and `radius` before it in time, none that is newer."""
     experts: int = 1
     combine: Literal["sum", "concat"] = "sum"
     factor_tokens: int = 4

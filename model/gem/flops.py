@@ -168,7 +168,11 @@ def _encoding(model: GemConfig, layer: int, encoded: _Encoded) -> dict[str, int]
         flops["pffn"] = weights + gdpa_flops(tokens, config.summary_tokens, width)
     if "attention" in parts:
         flops["attention"] = 8 * tokens * width**2 + block_attention_flops(
-            encoded.lengths.tolist(), block=config.block, radius=config.radius, width=width
+            encoded.lengths.tolist(),
+            block=config.block,
+            radius=config.radius,
+            width=width,
+            causal=config.causal_blocks,
         )
     return flops
 

@@ -262,6 +262,7 @@ def _repeat(stream: EventStream, s: Sequence, request_N: Tensor) -> Sequence:
 def _laid_out(
     stream: EventStream, values_Td: Tensor, source_T: Tensor, turns: Tensor, layout: Jagged
 ) -> Sequence:
-    maps = blocks(layout, block=stream.config.block, radius=stream.config.radius)
+    config = stream.config
+    maps = blocks(layout, block=config.block, radius=config.radius, causal=config.causal_blocks)
     members = unmerged(source_T, layout, stream.sources) if stream.pooled > 1 else ()
     return Sequence(values_Td, layout, maps, turns, source_T, members)

@@ -66,12 +66,14 @@ def attend(
     turns_Td: Tensor | None,
     spans: Tensor,
     block: int,
-    radius: int,
+    before: int,
+    after: int,
     rotate_values: bool,
 ) -> tuple[Tensor, Tensor]:
     """(read [T, H, d], base-2 logarithm of the softmax's denominator [H, T]) by Triton.
 
-    `turns_Td` are cosine and sine of every pair's angle side by side, in float32.
+    A block attends itself, `before` blocks before it and `after` behind it. `turns_Td` are cosine and sine of every pair's
+    angle side by side, in float32.
     """
     (total, heads, width), cut = q_THd.shape, forward_tiles(block, q_THd.shape[-1])
     out, lse = q_THd.new_empty(q_THd.shape), q_THd.new_empty((heads, total), dtype=torch.float32)
@@ -80,7 +82,7 @@ def attend(
             _forward_kernel[(len(spans), heads)](
                 q_THd, k_THd, v_THd, q_THd if turns_Td is None else turns_Td, out, lse, spans, scales(width**-0.5)[1],
                 *_strides(q_THd, k_THd, v_THd), total, TURNED=_turned_count(turns_Td, rotate_values),
-                BLOCK=block, RADIUS=radius, WIDTH=width, PRECISION=precision(), **cut._asdict(),
+                BLOCK=block, BEFORE=before, AFTER=after, WIDTH=width, PRECISION=precision(), **cut._asdict(),
             )  # fmt: skip
     return out, lse
 
@@ -96,7 +98,8 @@ def attend_backward(
     lse: Tensor,
     spans: Tensor,
     block: int,
-    radius: int,
+    before: int,
+    after: int,
     rotate_values: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values by Triton."""
@@ -109,7 +112,7 @@ def attend_backward(
                 q_THd, k_THd, v_THd, q_THd if turns_Td is None else turns_Td, out, dout, lse, dq, dk, dv, spans,
                 *scales(width**-0.5), *_strides(q_THd, k_THd, v_THd), total,
                 TURNED=_turned_count(turns_Td, rotate_values),
-                BLOCK=block, RADIUS=radius, WIDTH=width, PRECISION=precision(), **cut._asdict(),
+                BLOCK=block, BEFORE=before, AFTER=after, WIDTH=width, PRECISION=precision(), **cut._asdict(),
             )  # fmt: skip
     return dq, dk, dv
 
@@ -122,7 +125,8 @@ def _(
     turns_Td: Tensor | None,
     spans: Tensor,
     block: int,
-    radius: int,
+    before: int,
+    after: int,
     rotate_values: bool,
 ) -> tuple[Tensor, Tensor]:
     lse = q_THd.new_empty((q_THd.shape[1], q_THd.shape[0]), dtype=torch.float32)
@@ -140,23 +144,24 @@ def _(
     lse: Tensor,
     spans: Tensor,
     block: int,
-    radius: int,
+    before: int,
+    after: int,
     rotate_values: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q_THd.new_empty(q_THd.shape), k_THd.new_empty(k_THd.shape), v_THd.new_empty(v_THd.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, spans, ctx.block, ctx.radius, ctx.rotate_values = inputs
+    *tensors, spans, ctx.block, ctx.before, ctx.after, ctx.rotate_values = inputs
     ctx.save_for_backward(*tensors, *output, spans)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.gem.block_attention_backward(
-        dout.contiguous(), *ctx.saved_tensors, ctx.block, ctx.radius, ctx.rotate_values
+        dout.contiguous(), *ctx.saved_tensors, ctx.block, ctx.before, ctx.after, ctx.rotate_values
     )
-    return *gradients, None, None, None, None, None
+    return *gradients, None, None, None, None, None, None
 
 
 attend.register_autograd(_differentiate, setup_context=_save)
@@ -164,10 +169,19 @@ attend.register_autograd(_differentiate, setup_context=_save)
 
 @register_flop_formula(torch.ops.gem.block_attention, get_raw=True)
 def _forward_flops(
-    q: Tensor, k: Tensor, v: Tensor, turns: Tensor | None, spans: Tensor, block: int, radius: int, *_: Any, **__: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turns: Tensor | None,
+    spans: Tensor,
+    block: int,
+    before: int,
+    after: int,
+    *_: Any,
+    **__: Any,
 ) -> int:
     """Of the two products; turning is element-wise."""
-    return 4 * _reached(spans, block, radius) * block * block * q.shape[1] * q.shape[2]
+    return 4 * _reached(spans, block, before, after) * block * block * q.shape[1] * q.shape[2]
 
 
 @register_flop_formula(torch.ops.gem.block_attention_backward, get_raw=True)
@@ -178,13 +192,13 @@ def _backward_flops(
     return 2 * _forward_flops(q, k, v, turns, *args)
 
 
-def _reached(spans: Tensor, block: int, radius: int) -> int:
+def _reached(spans: Tensor, block: int, before: int, after: int) -> int:
     """Blocks in reach of all blocks; as many as there can be where a trace has no numbers."""
-    if not radius or isinstance(spans, FakeTensor):
-        return len(spans) * (2 * radius + 1)
+    if not before + after or isinstance(spans, FakeTensor):
+        return len(spans) * (before + after + 1)
     first, begin, end = spans.unbind(1)
     number, last = (first - begin) // block, (end - begin - 1) // block
-    return int((torch.minimum(last, number + radius) - (number - radius).clamp(min=0) + 1).sum())
+    return int((torch.minimum(last, number + after) - (number - before).clamp(min=0) + 1).sum())
 
 
 def _strides(q_THd: Tensor, k_THd: Tensor, v_THd: Tensor) -> tuple[int, ...]:
@@ -238,14 +252,14 @@ def _forward_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, turns: tl.tensor, out: tl.tensor, lse: tl.tensor, spans: tl.tensor,
     power: tl.tensor, q_token: tl.tensor, q_head: tl.tensor, k_token: tl.tensor, k_head: tl.tensor,
     v_token: tl.tensor, v_head: tl.tensor, total: tl.tensor,
-    TURNED: tl.constexpr, BLOCK: tl.constexpr, RADIUS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    TURNED: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
     """One block of queries over the keys in its reach, for one head."""
     head, heads, span = tl.program_id(1), tl.num_programs(1), spans + 3 * tl.program_id(0)
     first, begin, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
     count = tl.minimum(end - first, BLOCK).to(tl.int32)
-    low, high = tl.maximum(begin, first - RADIUS * BLOCK), tl.minimum(end, first + (RADIUS + 1) * BLOCK)
+    low, high = tl.maximum(begin, first - BEFORE * BLOCK), tl.minimum(end, first + (AFTER + 1) * BLOCK)
     q_tile = _load(
         q + first * q_token + head * q_head, q_token, turns + first * WIDTH, count, BM, WIDTH, D, TURNED > 0
     )
@@ -273,14 +287,14 @@ def _backward_kernel(
     dq: tl.tensor, dk: tl.tensor, dv: tl.tensor, spans: tl.tensor, scale: tl.tensor, power: tl.tensor,
     q_token: tl.tensor, q_head: tl.tensor, k_token: tl.tensor, k_head: tl.tensor, v_token: tl.tensor,
     v_head: tl.tensor, total: tl.tensor,
-    TURNED: tl.constexpr, BLOCK: tl.constexpr, RADIUS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    TURNED: tl.constexpr, BLOCK: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dQ, dK and dV of one block, for one head; queries that reach its keys are those that its queries reach."""
+    """dQ, dK and dV of one block, for one head; queries reach its keys from blocks on the side opposite to its own reach."""
     head, heads, span = tl.program_id(1), tl.num_programs(1), spans + 3 * tl.program_id(0)
     first, begin, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
     count = tl.minimum(end - first, BLOCK).to(tl.int32)
-    low, high = tl.maximum(begin, first - RADIUS * BLOCK), tl.minimum(end, first + (RADIUS + 1) * BLOCK)
+    low, high = tl.maximum(begin, first - BEFORE * BLOCK), tl.minimum(end, first + (AFTER + 1) * BLOCK)
     number, step, token = tl.arange(0, BM), tl.arange(0, BN), heads * WIDTH
     q += head * q_head
     k += head * k_head
@@ -296,7 +310,7 @@ def _backward_kernel(
     norm = tl.load(lse + first + number, mask=number < count, other=float("inf"))
     dq_tile = tl.zeros((BM, D), tl.float32)
     dk_tile, dv_tile = tl.zeros((BM, D), tl.float32), tl.zeros((BM, D), tl.float32)
-    if RADIUS == 0:  # all of it in one tile: scores once, and Δ from them
+    if BEFORE + AFTER == 0:  # all of it in one tile: scores once, and Δ from them
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * power
         p = tl.exp2(tl.where(number[None, :] < count, scores, float("-inf")) - norm[:, None])
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -318,6 +332,7 @@ def _backward_kernel(
             v_near += BN * v_token
             turns_near += BN * WIDTH
         _store(dq + here, token, own, count, dq_tile * scale, BM, WIDTH, D, TURNED > 0)
+        low, high = tl.maximum(begin, first - AFTER * BLOCK), tl.minimum(end, first + (BEFORE + 1) * BLOCK)
         for left in range((high - low).to(tl.int32), 0, -BN):
             near = high - left
             q_near = _load(q + near * q_token, q_token, turns + near * WIDTH, left, BN, WIDTH, D, TURNED > 0)

@@ -61,7 +61,7 @@ def read_blocks(
     q: Tensor, k: Tensor, v: Tensor, maps: Blocks, angles: Tensor | None = None, rotate_values: bool = False
 ) -> Tensor:
     pairs = None if angles is None else torch.view_as_real(turns(angles)).flatten(1)
-    return block_tiles.attend(q, k, v, pairs, maps.spans, maps.block, maps.radius, rotate_values)[0]
+    return block_tiles.attend(q, k, v, pairs, maps.spans, maps.block, maps.before, maps.radius, rotate_values)[0]
 
 
 @pytest.mark.parametrize(("shared", "queries", "width"), [(True, 3, 16), (True, 70, 4), (False, 3, 4), (False, 70, 16)])
@@ -91,13 +91,21 @@ def test_sequences_without_keys_read_zeros_and_give_no_gradient() -> None:
     assert read(q[:0], k, k, jagged(torch.zeros(1, dtype=torch.int64))).shape == (0, 3, 2, 16)
 
 
-@pytest.mark.parametrize(("block", "radius", "width"), [(64, 0, 16), (64, 1, 4), (8, 0, 4), (8, 2, 16), (20, 1, 16)])
-def test_block_attention_equals_dense_attention_with_the_block_mask(block: int, radius: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("block", "radius", "width", "causal"),
+    [
+        *((64, 0, 16, False), (64, 1, 4, False), (8, 0, 4, False), (8, 2, 16, False), (20, 1, 16, False)),
+        *((64, 1, 4, True), (8, 2, 16, True)),
+    ],
+)
+def test_block_attention_equals_dense_attention_with_the_block_mask(
+    block: int, radius: int, width: int, causal: bool
+) -> None:
     lengths = LENGTHS if block == 64 else [0, 1, 7, 8, 9, 41]
     layout = layout_of(lengths)
     q, k, v = packed(sum(lengths), 2, width, 3)
-    maps = blocks(layout, block=block, radius=radius)
-    plain = block_attention_reference(q, k, v, layout, block=block, radius=radius)
+    maps = blocks(layout, block=block, radius=radius, causal=causal)
+    plain = block_attention_reference(q, k, v, layout, block=block, radius=radius, causal=causal)
     same(read_blocks(q, k, v, maps), plain, q, k, v)
 
 
@@ -157,7 +165,7 @@ def test_operators_are_what_torch_asks_of_them() -> None:
     what = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operators.jagged_attention.default, (seeds, k, v, layout.offsets), test_utils=what)
     for pairs in (None, torch.view_as_real(turns(normal(11, 8))).flatten(1)):
-        given = (q, k, v, pairs, maps.spans, 8, 1, False)
+        given = (q, k, v, pairs, maps.spans, 8, 1, 1, False)
         torch.library.opcheck(operators.block_attention.default, given, test_utils=what)
     torch.library.opcheck(operators.gdpa.default, (q, keys, keys, layout.offsets, "gelu", 0.5, 1.0), test_utils=what)
 
@@ -180,17 +188,19 @@ def test_compiled_whole_they_give_the_same() -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("radius", [0, 1])
-def test_the_counter_of_torch_counts_actual_lengths_and_nothing_computed_again(radius: int) -> None:
+@pytest.mark.parametrize(("radius", "causal"), [(0, False), (1, False), (2, True)])
+def test_the_counter_of_torch_counts_actual_lengths_and_nothing_computed_again(radius: int, causal: bool) -> None:
     lengths = [2, 0, 9, 30]
     layout = layout_of(lengths)
     q, k, v = (normal(41, 1, 16, seed=i).requires_grad_() for i in range(3))
-    seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=radius)
+    seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=radius, causal=causal)
     keys = normal(4, 3, 1, 16).requires_grad_()
     with FlopCounterMode(display=False) as counter:
         loss = read(seeds, k, v, layout).sum() + read_blocks(q, k, v, maps, normal(41, 8)).sum()
         loss = loss + gdpa_tiles.attend(q, keys, keys, layout.offsets, "gelu", 0.5, 1.0).sum()
-    forward = jagged_attention_flops(41, 2, 16) + block_attention_flops(lengths, block=8, radius=radius, width=16)
+    forward = jagged_attention_flops(41, 2, 16) + block_attention_flops(
+        lengths, block=8, radius=radius, causal=causal, width=16
+    )
     forward += gdpa_flops(41, 3, 16)
     assert counter.get_total_flops() == forward
     with FlopCounterMode(display=False) as counter:

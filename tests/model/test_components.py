@@ -85,17 +85,31 @@ def test_gdpa_is_a_two_layer_network_per_example_and_scales_after_the_activation
 
 
 @settings(max_examples=12, deadline=None)
-@given(LENGTHS, st.sampled_from([(8, 0), (8, 1), (64, 0), (4, 2)]))
-def test_block_attention_equals_dense_attention_with_the_block_mask(lengths: list[int], shape: tuple[int, int]) -> None:
+@given(LENGTHS, st.sampled_from([(8, 0), (8, 1), (64, 0), (4, 2)]), st.booleans())
+def test_block_attention_equals_dense_attention_with_the_block_mask(
+    lengths: list[int], shape: tuple[int, int], causal: bool
+) -> None:
     block, radius = shape
     layout = layout_of(lengths)
     q, k, v = (normal(sum(lengths), 2, 4, seed=i).requires_grad_() for i in range(3))
-    maps = blocks(layout, block=block, radius=radius)
+    maps = blocks(layout, block=block, radius=radius, causal=causal)
     same_gradients(
         block_attention(q, k, v, maps),
-        block_attention_reference(q, k, v, layout, block=block, radius=radius),
+        block_attention_reference(q, k, v, layout, block=block, radius=radius, causal=causal),
         q, k, v,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("radius", [0, 1, 3])
+def test_causal_blocks_read_no_newer_block_to_the_bit_and_the_older_ones_in_reach(radius: int) -> None:
+    q, k, v = (normal(60, 2, 4, seed=i) for i in range(3))
+    maps = blocks(layout_of([40, 20]), block=8, radius=radius, causal=True)
+    before = block_attention(q, k, v, maps)
+    k[8:16], v[8:16], q[8:16] = 100.0, 100.0, 100.0  # the second newest block of the first sequence
+    changed = (block_attention(q, k, v, maps) != before).flatten(1).any(1)
+    assert changed[8 - 8 * min(radius, 1) : 16].all()
+    assert not changed[16:].any()
+    assert changed[:8].any() == (radius > 0)
 
 
 @settings(max_examples=12, deadline=None)

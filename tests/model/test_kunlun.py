@@ -142,6 +142,20 @@ def test_analytic_flops_equal_what_torch_counts(context: str, made: Callable[[],
     assert forward_flops(model, batch) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_causal_blocks_attention_carries_nothing_from_newer_blocks_to_older_events(causal: bool) -> None:
+    model = model_of(dataclasses.replace(tiny(), radius=1, causal_blocks=causal))  # blocks of 8
+    _, _, (stream,) = model.tokens(Batch.from_numpy(batch_of([30], [1])), model.embeddings)
+    attention = model.layers[1].streams[0].attention
+    other = stream.values_TD.clone()
+    other[:8] += 1.0
+    with torch.no_grad():
+        changed = (attention(stream) != attention(stream._replace(values_TD=other))).any(1)
+    assert changed[:8].all()
+    assert changed[8:16].any() == (not causal)
+    assert not changed[16:].any()
+
+
 @pytest.mark.parametrize("summary", [True, False])
 def test_compskip_saves_half_of_what_the_sequence_costs(summary: bool) -> None:
     """The reference sizes: 1000 events, width 384, blocks of 64; the published saving is 43 %."""

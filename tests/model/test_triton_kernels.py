@@ -27,21 +27,22 @@ needs_triton = pytest.mark.skipif(
 
 INTEGERS = {name: "*i64" for name in ("offsets", "order", "spans", "owner", "firsts")}
 FLOATS = {"lse": "*fp32", "turns": "*fp32", "delta": "*fp32", "scale": "fp32", "power": "fp32", "alpha": "fp32", "beta": "fp32"}
-TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+FLOATS |= dict.fromkeys(("mean", "rstd", "rms"), "*fp32")
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "s", "du", "ds", "by_keys")
 SOFTMAX = {"WIDTH": 128, "PRECISION": "ieee"}
-BLOCK = {"BLOCK": 64, "RADIUS": 0, "TURNED": 0}
+BLOCK = {"BLOCK": 64, "BEFORE": 0, "AFTER": 0, "TURNED": 0}
 GDPA = {"ACTIVATION": "gelu"}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("jagged_attention", "_forward_kernel", {}),
     ("jagged_attention", "_query_kernel", {"SHARED": True}),
     ("jagged_attention", "_key_kernel", {}),
     ("block_tiles", "_forward_kernel", BLOCK),
-    ("block_tiles", "_forward_kernel", BLOCK | {"RADIUS": 1, "TURNED": 2}),
+    ("block_tiles", "_forward_kernel", BLOCK | {"BEFORE": 1, "AFTER": 1, "TURNED": 2}),
     ("block_tiles", "_backward_kernel", BLOCK),
-    ("block_tiles", "_backward_kernel", BLOCK | {"RADIUS": 1}),
+    ("block_tiles", "_backward_kernel", BLOCK | {"BEFORE": 1, "AFTER": 1}),
     ("block_tiles", "_backward_kernel", BLOCK | {"TURNED": 2}),
-    ("block_tiles", "_backward_kernel", BLOCK | {"RADIUS": 1, "TURNED": 1}),
-    ("block_tiles", "_backward_kernel", BLOCK | {"RADIUS": 1, "TURNED": 2}),
+    ("block_tiles", "_backward_kernel", BLOCK | {"AFTER": 1, "TURNED": 1}),
+    ("block_tiles", "_backward_kernel", BLOCK | {"BEFORE": 1, "AFTER": 1, "TURNED": 2}),
     ("gdpa_tiles", "_forward_kernel", GDPA | {"KEYS": 128, "SPAN": 1024}),
     ("gdpa_tiles", "_forward_kernel", GDPA | {"KEYS": 256, "SPAN": 1024}),
     ("gdpa_tiles", "_backward_kernel", GDPA | {"KEYS": 128}),
@@ -50,7 +51,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 def name_of(case: tuple[str, str, dict[str, Any]]) -> str:
     module, kernel, numbers = case
-    return f"{module}{kernel}{numbers.get('RADIUS', numbers.get('KEYS', ''))}{' turned' if numbers.get('TURNED') else ''}"
+    return f"{module}{kernel}{numbers.get('AFTER', numbers.get('KEYS', ''))}{' turned' if numbers.get('TURNED') else ''}"
 
 
 def cut_of(module: str, kernel: str, capability: int, keys: int = 0, turned: bool = False) -> Any:
@@ -102,7 +103,7 @@ def compiled(kernel: Any, capability: int, cut: Any, numbers: dict[str, Any], dt
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    numbers = numbers | {key: value for key, value in cut._asdict().items() if key in kernel.arg_names}
+    numbers = {key: value for key, value in (numbers | cut._asdict()).items() if key in kernel.arg_names}
     kinds = INTEGERS | FLOATS | dict.fromkeys(TENSORS, f"*{dtype}")
     signature = {name: "constexpr" if name in numbers else kinds.get(name, "i32") for name in kernel.arg_names}
     attributes = {
