@@ -103,7 +103,7 @@ def attend_backward(
                 *_strides(q_THd, k_RMHd, v_RMHd), len(q_THd), rows, parts, heads, first,
                 KEYS=keys, ACTIVATION=name, WIDTH=width, PRECISION=precision(), **cut._asdict(),
             )  # fmt: skip
-    return _added(dq, q_THd), _added(dk, k_RMHd), _added(dv, v_RMHd)
+    return added(dq, q_THd), added(dk, k_RMHd), added(dv, v_RMHd)
 
 
 def _launches(activation: str, heads: int) -> list[tuple[str, int, int]]:
@@ -111,7 +111,8 @@ def _launches(activation: str, heads: int) -> list[tuple[str, int, int]]:
     return runs(per_head(activation.split(","), heads))
 
 
-def _added(parts: Tensor, like: Tensor) -> Tensor:
+def added(parts: Tensor, like: Tensor) -> Tensor:
+    """The sum of what programs wrote apart, in `like`'s dtype."""
     return parts[0] if len(parts) == 1 else parts.sum(0).to(like.dtype)
 
 
@@ -167,7 +168,7 @@ def _strides(q_THd: Tensor, k_RMHd: Tensor, v_RMHd: Tensor) -> tuple[int, ...]:
 
 
 @jit
-def _forward_step(
+def forward_step(
     acc: tl.tensor, q_tile: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor, alpha: tl.tensor,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -201,7 +202,7 @@ def _forward_kernel(
         v_tile = load_tile(v, v_key, KEYS, BN, WIDTH, D, True)
         for left in range(count, 0, -BM):
             q_tile = load_tile(q, q_token, left, BM, WIDTH, D, True)
-            acc = _forward_step(
+            acc = forward_step(
                 tl.zeros((BM, D), tl.float32), q_tile, k_tile, v_tile, alpha, ACTIVATION, PRECISION
             )
             store_tile(out, heads * WIDTH, left, acc * beta, BM, WIDTH, D)
@@ -214,7 +215,7 @@ def _forward_kernel(
             for key in range(0, KEYS, BN):
                 k_tile = load_tile(k + key * k_key, k_key, KEYS - key, BN, WIDTH, D, True)
                 v_tile = load_tile(v + key * v_key, v_key, KEYS - key, BN, WIDTH, D, True)
-                acc = _forward_step(acc, q_tile, k_tile, v_tile, alpha, ACTIVATION, PRECISION)
+                acc = forward_step(acc, q_tile, k_tile, v_tile, alpha, ACTIVATION, PRECISION)
             store_tile(out, heads * WIDTH, left, acc * beta, BM, WIDTH, D)
             q += BM * q_token
             out += BM * heads * WIDTH

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.kernels import gdpa_tiles, jagged_gdpa_tiles
+from model.kernels import gdpa_tiles, jagged_gdpa_tiles, pffn_tiles
 from model.kernels.activations import ACTIVATIONS, POLYNOMIAL_BOUND, curve
 from model.kernels.gdpa import gdpa_flops, gdpa_reference
 from model.kernels.gpu import jit, tl
@@ -22,6 +22,7 @@ from model.kernels.jagged_gdpa import (
     windowed_gdpa_flops,
     windowed_gdpa_reference,
 )
+from model.kernels.pffn_block import pffn_block_reference
 from model.nn.jagged import Jagged, jagged
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/model/test_gdpa_tiles.py"
@@ -108,8 +109,12 @@ def test_operators_are_what_torch_asks_of_them_and_compile_whole() -> None:
     for queries, window in ((q, 3), (seeds, -1)):
         given = (queries, k, k, layout.offsets, window, "gelu,relu", 0.5, 1.0)
         torch.library.opcheck(torch.ops.gem.jagged_gdpa.default, given, test_utils=what)
+    keys = normal(3, 5, 2, 4, seed=3).requires_grad_()
+    given = (q.flatten(1), keys, keys, layout.offsets, "gelu", 0.5, 1.0, True)
+    torch.library.opcheck(torch.ops.gem.pffn_block.default, given, test_utils=what)
 
     def both(q: Tensor, seeds: Tensor) -> Tensor:
+        q = pffn_tiles.block(q.flatten(1), keys, keys, layout.offsets, "gelu", 0.5, 1.0, True)[0].view(q.shape)
         near = jagged_gdpa_tiles.attend(q, q, q, layout.offsets, 3, "gelu", 0.5, 1.0)
         return jagged_gdpa_tiles.attend(seeds, near, near, layout.offsets, -1, "silu", 0.5, 1.0).square().sum()
 
@@ -127,8 +132,27 @@ def test_the_counter_of_torch_counts_pairs_within_the_window_and_nothing_compute
     with FlopCounterMode(display=False) as counter:
         loss = jagged_gdpa_tiles.attend(q, q, q, layout.offsets, window, "gelu", 0.5, 1.0).sum()
         loss = loss + jagged_gdpa_tiles.attend(seeds, q, q, layout.offsets, -1, "gelu", 0.5, 1.0).sum()
-    forward = windowed_gdpa_flops(lengths, window=None if window < 0 else window, width=8) + gdpa_flops(41, 3, 8)
+        keys = seeds.expand(4, -1, -1, -1)
+        loss = loss + pffn_tiles.block(q.flatten(1), keys, keys, layout.offsets, "gelu", 0.5, 1.0, True)[0].sum()
+    forward = windowed_gdpa_flops(lengths, window=None if window < 0 else window, width=8) + 2 * gdpa_flops(41, 3, 8)
     assert counter.get_total_flops() == forward
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     assert counter.get_total_flops() == 2 * forward
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "keys", "activation", "normalize", "programs"),
+    [(3, 4, 5, "gelu", True, 1), (2, 16, 130, "gelu", True, 100), (1, 20, 3, "silu", False, 1), (4, 8, 7, "relu", True, 1)],
+)
+def test_the_block_around_the_network_is_one_function_of_tokens_keys_and_values(
+    heads: int, width: int, keys: int, activation: str, normalize: bool, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pffn_tiles, "PROGRAMS", programs)  # several parts of a sequence, where programs are to be many
+    lengths = [0, 1, 65, 130]
+    layout, size = layout_of(lengths), heads * width
+    s = (3 + 2 * normal(sum(lengths), 2 * size)).requires_grad_()[:, size:]  # a view, far from a mean of 0
+    k, v = normal(len(lengths), keys, 2 * heads, width, seed=8).requires_grad_().chunk(2, dim=2)
+    options = {"activation": activation, "alpha": 0.4, "beta": 0.3, "normalize": normalize}
+    plain = pffn_block_reference(s, k, v, layout, **options)
+    same(pffn_tiles.block(s, k, v, layout.offsets, activation, 0.4, 0.3, normalize)[0], plain, s, k, v)

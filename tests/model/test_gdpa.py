@@ -15,6 +15,7 @@ from model.kernels.activations import ACTIVATIONS, POLYNOMIAL_BOUND, Activation,
 from model.kernels.gdpa import LONG, gdpa, gdpa_reference
 from model.kernels.pffn_block import pffn_block, pffn_block_reference
 from model.nn.jagged import Jagged, jagged
+from model.nn.norm import layer_norm, rms_norm
 
 LENGTHS = st.lists(st.sampled_from([0, 1, 63, 64, 65, 127, 128]), min_size=1, max_size=5)
 GROUPINGS = {
@@ -138,15 +139,27 @@ def test_neighbouring_heads_that_share_an_activation_share_a_launch() -> None:
     assert runs(["gelu", "gelu", "relu", "gelu"]) == [("gelu", 0, 2), ("relu", 2, 1), ("gelu", 3, 1)]
 
 
-@settings(max_examples=12, deadline=None)
-@given(LENGTHS)
-def test_the_block_equals_its_definition_at_every_edge_of_a_bucket(lengths: list[int]) -> None:
+@settings(max_examples=16, deadline=None)
+@given(LENGTHS, st.sampled_from(["gelu", "squared_relu", ("silu", "leaky_relu")]), st.booleans())
+def test_the_block_equals_its_definition_at_every_edge_of_a_bucket(
+    lengths: list[int], activation: str | tuple[str, ...], normalize: bool
+) -> None:
     layout, (q, k, v) = layout_of(lengths), inputs(lengths)
     s = q.flatten(1)
     if not len(s):
         assert len(pffn_block(s, k, v, layout)) == 0
         return
-    assert_same(pffn_block(s, k, v, layout), pffn_block_reference(s, k, v, layout), [q, k, v])
+    options = {"activation": activation, "alpha": 0.3, "beta": -0.7, "normalize": normalize}
+    assert_same(pffn_block(s, k, v, layout, **options), pffn_block_reference(s, k, v, layout, **options), [q, k, v])
+
+
+def test_the_scales_and_the_norm_of_queries_of_the_block_are_those_of_its_attention() -> None:
+    layout, (q, k, v) = layout_of([5, 2]), inputs([5, 2])
+    s = q.flatten(1)
+    normal = layer_norm(s)
+    read = gdpa(normal.unflatten(-1, (HEADS, WIDTH)), k, v, layout, activation="relu", alpha=0.3, beta=2.0)
+    found = pffn_block(s, k, v, layout, activation="relu", alpha=0.3, beta=2.0, normalize=False)
+    torch.testing.assert_close(found, rms_norm(read.flatten(1) + normal) + s)
 
 
 @pytest.mark.parametrize("lengths", GROUPINGS.values(), ids=GROUPINGS)
@@ -156,9 +169,12 @@ def test_the_block_is_the_same_for_every_grouping(lengths: list[int]) -> None:
     assert_same(pffn_block(s, k, v, layout), pffn_block_reference(s, k, v, layout), [q, k, v])
 
 
-def test_the_gradient_of_the_block_is_the_slope_of_its_value() -> None:
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_gradient_of_the_block_is_the_slope_of_its_value(normalize: bool) -> None:
     layout, (q, k, v) = layout_of([2, 0, 3]), inputs([2, 0, 3])
-    assert torch.autograd.gradcheck(lambda s, k, v: pffn_block(s.flatten(1), k, v, layout), [q, k, v])
+    assert torch.autograd.gradcheck(
+        lambda s, k, v: pffn_block(s.flatten(1), k, v, layout, normalize=normalize), [q, k, v]
+    )
 
 
 def test_a_padded_place_reaches_no_gradient() -> None:
@@ -171,7 +187,11 @@ def test_a_padded_place_reaches_no_gradient() -> None:
     torch.testing.assert_close(values[1], alone[1][1])
 
 
-@pytest.mark.parametrize("op", [gdpa, lambda q, *rest: pffn_block(q.flatten(1), *rest)], ids=["gdpa", "block"])
+@pytest.mark.parametrize(
+    "op",
+    [gdpa, lambda q, *rest: pffn_block(q.flatten(1), *rest, activation=("relu", "gelu"), normalize=False)],
+    ids=["gdpa", "block"],
+)
 def test_autocast_multiplies_in_its_precision(op: Callable[..., Tensor]) -> None:
     layout, single = layout_of([5, 0, 3]), [x.detach().float().requires_grad_() for x in inputs([5, 0, 3])]
     exact = op(*single, layout)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from model.kernels import gdpa_tiles, jagged_gdpa_tiles
+from model.kernels import gdpa_tiles, jagged_gdpa_tiles, pffn_tiles
 from tests.model.test_triton_kernels import ROOT, compiled, needs_triton, stack_bytes
 
 ARCHITECTURES = pytest.mark.parametrize(
@@ -67,3 +67,28 @@ def test_over_jagged_keys_they_multiply_by_matrix_instructions_too(
     name = "_key_kernel" if kernel == "keys" else "_query_kernel"
     cut = (jagged_gdpa_tiles.key_tiles if kernel == "keys" else jagged_gdpa_tiles.query_tiles)(1000, 128)
     assert_compiles("jagged_gdpa_tiles", name, capability, instruction, cut, numbers, tmp_path)
+
+
+@needs_triton
+@ARCHITECTURES
+@pytest.mark.parametrize("keys", [128, 256])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_the_block_around_the_network_is_one_kernel_of_all_heads_forward_and_spills_no_register(
+    kernel: str, keys: int, capability: int, instruction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cut = getattr(pffn_tiles, f"{kernel}_tiles")(keys, 128)
+    numbers = {"ACTIVATION": "gelu", "KEYS": keys, "NORMALIZE": True}
+    assert_compiles("pffn_tiles", f"_{kernel}_kernel", capability, instruction, cut, numbers, tmp_path)
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, 100])
+def test_norms_of_whole_tokens_spill_no_register(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cut = pffn_tiles.token_tiles(pffn_tiles.WIDEST_TOKEN)
+    for kernel in (pffn_tiles._last_kernel, pffn_tiles._norm_kernel):
+        built = compiled(kernel, capability, cut, {"TILES": 2})
+        assert stack_bytes(built.asm["cubin"], tmp_path) == 0
