@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from model.kernels.activations import per_head
+
 Part = Literal["attention", "pffn", "pooling"]
 
 
@@ -91,6 +93,14 @@ class GemConfig:
     time_scale_seconds: int = 3600
     pffn_context: Literal["candidate", "request"] = "request"
     """candidate: the history is encoded anew for every candidate; request: once, and candidates read it."""
+    pffn_activations: tuple[str, ...] = ("gelu",)
+    """Of the PFFN's hidden units: one for all heads, or one a head; the names are in `model.kernels.activations`."""
+    pffn_alpha: float | None = None
+    """Scale of scores inside the activation; None: 1/√(width of a head)."""
+    pffn_beta: float = 1.0
+    """Scale after the activation."""
+    pffn_qk_norm: bool = True
+    """RMSNorm of each head of the PFFN's queries and keys; without, nothing bounds its scores."""
     fresh_summary: bool = True
     """Pool once more in the last layer, so that the heads read a current summary."""
     rotate_values: bool = False
@@ -112,6 +122,7 @@ class GemConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.id_dropout < 1 or not 0 <= self.dropout < 1 or self.radius < 0:
             raise ValueError("id_dropout and dropout must lie in [0, 1), radius must not be negative")
+        per_head(self.pffn_activations, self.heads)
         self._check_events()
 
     def _check_events(self) -> None:

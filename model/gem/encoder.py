@@ -48,19 +48,33 @@ class PersonalizedFeedForward(nn.Module):
     """PFFN in its GDPA form: each request's context makes the weights (Kunlun §PFFN; block order as Meta's norm fusion).
 
     ln = LayerNorm(S); u = GDPA(ln, K(X_sum), V(X_sum)) + ln; S' = RMSNorm(u) + S, norms over all heads together.
+    GDPA is β · act(α · Q Kᵀ) · V, with QK-norm unless that is switched off.
     """
 
-    def __init__(self, width: int, heads: int, *, context_width: int | None = None) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        context_width: int | None = None,
+        activations: tuple[str, ...] = ("gelu",),
+        alpha: float | None = None,
+        beta: float = 1.0,
+        qk_norm: bool = True,
+    ) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.activations, self.alpha, self.beta, self.qk_norm = heads, activations, alpha, beta, qk_norm
         self.key = nn.Linear(context_width or width, width, bias=False)
         self.value = nn.Linear(context_width or width, width, bias=False)
 
     def forward(self, s_TD: Tensor, summary_RMD: Tensor, layout: Jagged) -> Tensor:
         """[T, d]"""
-        k = rms_norm(self.key(summary_RMD).unflatten(-1, (self.heads, -1)))
+        k = self.key(summary_RMD).unflatten(-1, (self.heads, -1))
+        k = rms_norm(k) if self.qk_norm else k
         v = self.value(summary_RMD).unflatten(-1, (self.heads, -1))
-        return pffn_block(s_TD, k, v, layout)
+        return pffn_block(
+            s_TD, k, v, layout, activation=self.activations, alpha=self.alpha, beta=self.beta, normalize=self.qk_norm
+        )
 
 
 class BlockSelfAttention(nn.Module):
@@ -87,9 +101,7 @@ class StreamLayer(nn.Module):
     def __init__(self, config: GemConfig, layer: int, *, context_width: int) -> None:
         super().__init__()
         parts, width = config.parts(layer), config.width
-        self.pffn = (
-            PersonalizedFeedForward(width, config.heads, context_width=context_width) if "pffn" in parts else None
-        )
+        self.pffn = _feed_forward(config, context_width) if "pffn" in parts else None
         self.attention = (
             BlockSelfAttention(width, config.heads, rotate_values=config.rotate_values)
             if "attention" in parts
@@ -103,6 +115,18 @@ class StreamLayer(nn.Module):
         if self.attention is not None and len(s.values_TD):
             s = s._replace(values_TD=self.attention(s))
         return s
+
+
+def _feed_forward(config: GemConfig, context_width: int) -> PersonalizedFeedForward:
+    return PersonalizedFeedForward(
+        config.width,
+        config.heads,
+        context_width=context_width,
+        activations=config.pffn_activations,
+        alpha=config.pffn_alpha,
+        beta=config.pffn_beta,
+        qk_norm=config.pffn_qk_norm,
+    )
 
 
 class KunlunLayer(nn.Module):

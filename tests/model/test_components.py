@@ -169,6 +169,16 @@ def test_the_pffn_block_has_metas_order_of_norms_and_residuals() -> None:
     torch.testing.assert_close(block(s, summary, layout), rms_norm(ln) + s)
 
 
+def test_the_feed_forward_has_the_activations_scales_and_norms_it_is_given() -> None:
+    options = {"activations": ("relu", "hardswish"), "alpha": 0.3, "beta": 2.0}
+    block = PersonalizedFeedForward(8, 2, qk_norm=False, **options).double()
+    s, summary, layout = normal(6, 8), normal(2, 3, 8, seed=1), layout_of([4, 2])
+    ln = layer_norm(s)
+    k, v = (project(summary).unflatten(-1, (2, -1)) for project in (block.key, block.value))
+    read = gdpa_reference(ln.unflatten(-1, (2, -1)), k, v, layout, activation=("relu", "hardswish"), alpha=0.3, beta=2.0)
+    torch.testing.assert_close(block(s, summary, layout), rms_norm(read.flatten(1) + ln) + s)
+
+
 def test_sum_kron_is_the_sum_of_kronecker_products() -> None:
     module = SumKronLinear(6, 3, 4, 2).double()
     x = normal(1, 6, 4)

@@ -17,6 +17,7 @@ from model.gem.config import GemConfig
 from model.gem.flops import flops_by_module, forward_flops
 from model.gem.foundation import FoundationModel, stream_rows
 from model.gem.presets import public_s, tiny
+from model.training.configuration import dump, parse
 from tests.model.world_batches import batch_of, grouped, layout, rows_of
 
 
@@ -54,6 +55,26 @@ def test_a_score_follows_the_time_of_the_request_and_not_of_the_clock() -> None:
         later = batch._replace(request_ms=batch.request_ms + day)
         torch.testing.assert_close(model(Batch.from_numpy(moved)).logits_NK, now)
         assert not torch.allclose(model(Batch.from_numpy(later)).logits_NK, now)
+
+
+def test_the_feed_forward_of_every_stream_is_what_the_configuration_says() -> None:
+    changes = {"pffn_activations": ("relu", "silu"), "pffn_alpha": 0.1, "pffn_beta": 3.0, "pffn_qk_norm": False}
+    batch = Batch.from_numpy(batch_of([6, 9], [2, 1]))
+    with torch.no_grad():
+        one_by_one = [dataclasses.replace(tiny(), **{name: value}) for name, value in changes.items()]  # type: ignore[arg-type]
+        scores = [model_of(config)(batch).logits_NK for config in (tiny(), *one_by_one)]
+    assert all(not torch.allclose(scores[0], other) for other in scores[1:])
+    text = dump(dataclasses.replace(tiny(), **changes))  # type: ignore[arg-type]
+    assert parse(GemConfig, text) == dataclasses.replace(tiny(), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("activations", "error"),
+    [(("sigmoid",), "no activation is called sigmoid"), (("gelu",) * 3, "3 activations for 2 heads")],
+)
+def test_a_configuration_of_activations_that_cannot_be_is_refused(activations: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        GemConfig(pffn_activations=activations)
 
 
 def test_a_skipped_stream_is_untouched_and_the_summary_is_the_cached_one() -> None:
