@@ -37,10 +37,10 @@ def jit(kernel: Callable[..., Any]) -> Any:
     return triton.jit(kernel) if AVAILABLE else kernel
 
 
-def on_gpu(*inputs: Tensor) -> bool:
-    """Whether Triton is there and takes these tensors: on an NVIDIA GPU, of 16 or 32 bits, heads not too wide."""
+def on_gpu(*inputs: Tensor, widest: int = WIDEST) -> bool:
+    """Whether Triton is there and takes these tensors: on an NVIDIA GPU, of 16 or 32 bits, rows of at most `widest` bytes."""
     kinds, bytes_ = (torch.bfloat16, torch.float16, torch.float32), inputs[0].element_size()
-    return AVAILABLE and all(x.is_cuda and x.dtype in kinds and x.shape[-1] * bytes_ <= WIDEST for x in inputs)
+    return AVAILABLE and all(x.is_cuda and x.dtype in kinds and x.shape[-1] * bytes_ <= widest for x in inputs)
 
 
 def capability(device: torch.device) -> int:
@@ -137,9 +137,15 @@ def softmax_step(
     acc: tl.tensor, top: tl.tensor, total: tl.tensor, q_tile: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor,
     left: tl.tensor, power: tl.tensor,
     BN: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    bias: tl.tensor = None, BIASED: tl.constexpr = False,
 ) -> tl.tensor:  # fmt: skip
-    """(Σ p·v, largest score, Σ p) after BN more keys, `left` of them there if TAIL; p relative to the largest."""
+    """(Σ p·v, largest score, Σ p) after BN more keys, `left` of them there if TAIL; p relative to the largest.
+
+    If BIASED, `bias` is added to the scores of each key, in base-2 units as they are.
+    """
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * power
+    if BIASED:
+        scores += bias[None, :]
     if TAIL:
         scores = tl.where(tl.arange(0, BN)[None, :] < left, scores, float("-inf"))
     larger = tl.maximum(top, tl.max(scores, 1))
@@ -153,9 +159,12 @@ def query_step(
     acc: tl.tensor, q_tile: tl.tensor, do_tile: tl.tensor, norm: tl.tensor, delta: tl.tensor, k_tile: tl.tensor,
     v_tile: tl.tensor, left: tl.tensor, power: tl.tensor,
     BN: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    bias: tl.tensor = None, BIASED: tl.constexpr = False,
 ) -> tl.tensor:  # fmt: skip
     """Adds dS · K of BN more keys, dS = P ⊙ (dO Vᵀ − Δ); the scale is left to the end."""
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * power
+    if BIASED:
+        scores += bias[None, :]
     if TAIL:  # a key that is not there scores 0, which may be far above the others
         scores = tl.where(tl.arange(0, BN)[None, :] < left, scores, float("-inf"))
     p = tl.exp2(scores - norm[:, None])
@@ -167,10 +176,17 @@ def query_step(
 def key_step(
     dk_tile: tl.tensor, dv_tile: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor, q_tile: tl.tensor,
     do_tile: tl.tensor, norm: tl.tensor, delta: tl.tensor, power: tl.tensor,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, bias: tl.tensor = None, BIASED: tl.constexpr = False,
 ) -> tl.tensor:  # fmt: skip
-    """Adds dSᵀ · Q and Pᵀ · dO of more queries to (dK, dV); keys down; a query that is not there has norm ∞."""
-    p = tl.exp2(tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * power - norm[None, :])
+    """Adds dSᵀ · Q and Pᵀ · dO of more queries to (dK, dV); keys down; a query that is not there has norm ∞.
+
+    If BIASED, `bias` is added to the scores of each key, and the sum of its dS is returned third.
+    """
+    scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * power
+    if BIASED:
+        scores += bias[:, None]
+    p = tl.exp2(scores - norm[None, :])
     dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
     ds = p * (tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION) - delta[None, :])
-    return tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION), dv_tile
+    dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
+    return (dk_tile, dv_tile, tl.sum(ds, 1)) if BIASED else (dk_tile, dv_tile)

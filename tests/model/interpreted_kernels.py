@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.kernels import block_tiles, gdpa_tiles
-from model.kernels import jagged_attention as jagged_keys
+from model.kernels import block_tiles, gdpa_tiles, jagged_tiles
 from model.kernels.block_attention import (
     Blocks,
     block_attention_flops,
@@ -53,8 +52,8 @@ def same(fast: Tensor, plain: Tensor, *inputs: Tensor) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
 
 
-def read(q: Tensor, k: Tensor, v: Tensor, layout: Jagged) -> Tensor:
-    return jagged_keys.attend(q, k, v, layout.offsets)[0]
+def read(q: Tensor, k: Tensor, v: Tensor, layout: Jagged, bias: Tensor | None = None) -> Tensor:
+    return jagged_tiles.attend(q, k, v, layout.offsets, bias)[0]
 
 
 def read_blocks(
@@ -68,11 +67,23 @@ def read_blocks(
 def test_jagged_attention_equals_its_definition(
     shared: bool, queries: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jagged_keys, "PARTS", 4)  # a part sums gradients of several sequences
+    monkeypatch.setattr(jagged_tiles, "PARTS", 4)  # a part sums gradients of several sequences
     layout = layout_of(LENGTHS)
     q = normal(1 if shared else len(LENGTHS), queries, 2, width).requires_grad_()
     k, v = packed(sum(LENGTHS), 2, width, 2)
     same(read(q, k, v, layout), jagged_attention_reference(q, k, v, layout), q, k, v)
+
+
+@pytest.mark.parametrize(("shared", "queries"), [(True, 3), (False, 70)])
+def test_a_bias_of_keys_is_added_to_their_scores_and_learns(
+    shared: bool, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jagged_tiles, "PARTS", 2)
+    lengths = [0, 1, 65, 128]
+    layout, q = layout_of(lengths), normal(1 if shared else len(lengths), queries, 2, 16).requires_grad_()
+    k, v = packed(sum(lengths), 2, 16, 2)
+    bias = (4 * normal(sum(lengths), 2, seed=5)).requires_grad_()
+    same(read(q, k, v, layout, bias), jagged_attention_reference(q, k, v, layout, bias), q, k, v, bias)
 
 
 def test_keys_that_are_not_there_do_not_outweigh_very_negative_scores() -> None:
@@ -163,7 +174,8 @@ def test_operators_are_what_torch_asks_of_them() -> None:
     seeds, maps = normal(1, 2, 1, 16).requires_grad_(), blocks(layout, block=8, radius=1)
     keys, operators = normal(3, 2, 1, 16).requires_grad_(), torch.ops.gem
     what = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operators.jagged_attention.default, (seeds, k, v, layout.offsets), test_utils=what)
+    for bias in (None, normal(11, 1).requires_grad_()):
+        torch.library.opcheck(operators.jagged_attention.default, (seeds, k, v, layout.offsets, bias), test_utils=what)
     for pairs in (None, torch.view_as_real(turns(normal(11, 8))).flatten(1)):
         given = (q, k, v, pairs, maps.spans, 8, 1, 1, False)
         torch.library.opcheck(operators.block_attention.default, given, test_utils=what)

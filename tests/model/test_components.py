@@ -157,6 +157,29 @@ def test_jagged_attention_equals_its_definition_and_stays_finite(lengths: list[i
     same_gradients(fast, jagged_attention_reference(q, k, v, layout), q, k, v)
 
 
+@settings(max_examples=12, deadline=None)
+@given(LENGTHS, st.booleans())
+def test_a_bias_of_keys_is_added_to_their_scores_whatever_the_query_and_learns(lengths: list[int], shared: bool) -> None:
+    layout = layout_of(lengths)
+    q = normal(1 if shared else len(lengths), 3, 2, 4).requires_grad_()
+    k, v = (normal(sum(lengths), 2, 4, seed=i).requires_grad_() for i in (1, 2))
+    bias = (4 * normal(sum(lengths), 2, seed=3)).requires_grad_()
+    fast = jagged_attention(q, k, v, layout, bias)
+    same_gradients(fast, jagged_attention_reference(q, k, v, layout, bias), q, k, v, bias)
+    torch.testing.assert_close(jagged_attention(q, k, v, layout, bias + 7), fast)  # softmax forgets what all keys share
+    torch.testing.assert_close(jagged_attention(q, k, v, layout, 0 * bias), jagged_attention(q, k, v, layout))
+
+
+def test_a_key_of_very_low_bias_is_not_read() -> None:
+    layout, q = layout_of([5, 3]), normal(1, 2, 2, 4)
+    k, v, bias = normal(8, 2, 4, seed=1), normal(8, 2, 4, seed=2), torch.zeros(8, 2, dtype=torch.float64)
+    bias[2] = -1e4
+    kept = [0, 1, 3, 4, 5, 6, 7]
+    torch.testing.assert_close(
+        jagged_attention(q, k, v, layout, bias), jagged_attention(q, k[kept], v[kept], layout_of([4, 3]))
+    )
+
+
 def test_the_pffn_block_has_metas_order_of_norms_and_residuals() -> None:
     block = PersonalizedFeedForward(8, 2).double()
     s, summary, layout = normal(6, 8), normal(2, 3, 8, seed=1), layout_of([4, 2])
@@ -345,6 +368,8 @@ def test_jagged_operations_have_the_gradients_that_differences_show() -> None:
     turned = {"turns": turns(normal(6, 1, seed=6)), "rotate_values": True}
     assert torch.autograd.gradcheck(lambda q, k, v: block_attention(q, k, v, maps, **turned), (q, k, v))
     assert torch.autograd.gradcheck(lambda q, k, v: jagged_attention(q, k, v, layout), (seeds, k, v))
+    bias = normal(6, 1, seed=7).requires_grad_()
+    assert torch.autograd.gradcheck(lambda q, k, v, b: jagged_attention(q, k, v, layout, b), (seeds, k, v, bias))
     assert torch.autograd.gradcheck(rms_norm, (q,))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from model.kernels import block_tiles, gdpa_tiles
-from model.kernels.jagged_attention import forward_tiles, key_tiles, query_tiles
+from model.kernels.jagged_tiles import forward_tiles, key_tiles, query_tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
@@ -27,15 +27,18 @@ needs_triton = pytest.mark.skipif(
 
 INTEGERS = {name: "*i64" for name in ("offsets", "order", "spans", "owner", "firsts")}
 FLOATS = {"lse": "*fp32", "turns": "*fp32", "delta": "*fp32", "scale": "fp32", "power": "fp32", "alpha": "fp32", "beta": "fp32"}
-FLOATS |= dict.fromkeys(("mean", "rstd", "rms"), "*fp32")
-TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "s", "du", "ds", "by_keys")
+FLOATS |= dict.fromkeys(("bias", "dbias", "mean", "rstd", "rms"), "*fp32")
+FLOATS |= {"eps": "fp32"}
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "s", "du", "ds", "by_keys", "a", "weight", "y", "dy", "da", "dweight")
 SOFTMAX = {"WIDTH": 128, "PRECISION": "ieee"}
 BLOCK = {"BLOCK": 64, "BEFORE": 0, "AFTER": 0, "TURNED": 0}
 GDPA = {"ACTIVATION": "gelu"}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("jagged_attention", "_forward_kernel", {}),
-    ("jagged_attention", "_query_kernel", {"SHARED": True}),
-    ("jagged_attention", "_key_kernel", {}),
+    *(
+        ("jagged_tiles", kernel, {"SHARED": True, "BIASED": biased})
+        for kernel in ("_forward_kernel", "_query_kernel", "_key_kernel")
+        for biased in (False, True)
+    ),
     ("block_tiles", "_forward_kernel", BLOCK),
     ("block_tiles", "_forward_kernel", BLOCK | {"BEFORE": 1, "AFTER": 1, "TURNED": 2}),
     ("block_tiles", "_backward_kernel", BLOCK),
@@ -51,10 +54,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 def name_of(case: tuple[str, str, dict[str, Any]]) -> str:
     module, kernel, numbers = case
-    return f"{module}{kernel}{numbers.get('AFTER', numbers.get('KEYS', ''))}{' turned' if numbers.get('TURNED') else ''}"
+    switches = "".join(f" {name.lower()}" for name in ("TURNED", "BIASED") if numbers.get(name))
+    return f"{module}{kernel}{numbers.get('AFTER', numbers.get('KEYS', ''))}{switches}"
 
 
-def cut_of(module: str, kernel: str, capability: int, keys: int = 0, turned: bool = False) -> Any:
+def cut_of(
+    module: str, kernel: str, capability: int, keys: int = 0, turned: bool = False, biased: bool = False
+) -> Any:
     """The tiles that the launcher chooses for 256 seeds, blocks of 64, or a number of keys; heads of 128."""
     if module == "block_tiles":
         forward = kernel == "_forward_kernel"
@@ -62,7 +68,7 @@ def cut_of(module: str, kernel: str, capability: int, keys: int = 0, turned: boo
     if module == "gdpa_tiles":
         return getattr(gdpa_tiles, kernel[1:].replace("kernel", "tiles"))(keys, 128)
     if kernel == "_query_kernel":
-        return query_tiles(256, 128, capability)
+        return query_tiles(256, 128, capability, biased=biased)
     return {"_forward_kernel": forward_tiles, "_key_kernel": key_tiles}[kernel](256, 128)
 
 
@@ -90,7 +96,7 @@ def test_compiled_for_a_gpu_they_multiply_by_matrix_instructions_and_spill_no_re
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module, name, more = case
     kernel = getattr(importlib.import_module(f"model.kernels.{module}"), name)
-    cut = cut_of(module, name, capability, more.get("KEYS", 0), more.get("TURNED", 0) > 0)
+    cut = cut_of(module, name, capability, more.get("KEYS", 0), more.get("TURNED", 0) > 0, more.get("BIASED", False))
     built = compiled(kernel, capability, cut, SOFTMAX | more)
     assert built.asm["ptx"].count(instruction) > 0
     assert stack_bytes(built.asm["cubin"], tmp_path) == 0
