@@ -41,14 +41,12 @@ from model.kernels.quantize import (
     E4M3,
     E5M2,
     Format,
-    Recipe,
     Scaling,
     Tile,
     dequantize,
-    hadamard,
     quantize,
-    rotate,
 )
+from model.kernels.quantized_matmul import Recipe, hadamard, rotate
 from model.training.base_rates import base_logits
 from model.training.evaluate import POOLED, Predictions, compare, evaluate, predict
 from model.training.fitting import FitConfig, fit

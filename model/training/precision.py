@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from model.kernels.quantize import Recipe, mx_matmul
+from model.kernels.quantized_matmul import Recipe, mx_matmul
 
 HIGH = frozenset({"embeddings", "tokens", "heads"})
 """Parts whose layers stay high: what turns features into tokens, and the last tokens into logits."""

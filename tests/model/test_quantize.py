@@ -17,20 +17,22 @@ from model.kernels.quantize import (
     SCALE_NAN,
     Format,
     Quantized,
-    Recipe,
     Scaling,
     Tile,
     code_of,
     code_values,
     dequantize,
     dequantize_reference,
+    quantize,
+    quantize_reference,
+)
+from model.kernels.quantized_matmul import (
+    Recipe,
     fp8_matmul,
     fp8_matmul_reference,
     hadamard,
     mx_matmul,
     mx_matmul_reference,
-    quantize,
-    quantize_reference,
     rotate,
 )
 

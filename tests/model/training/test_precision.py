@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.gem.batch import Batch
 from model.gem.foundation import FoundationModel
 from model.gem.presets import tiny
-from model.kernels.quantize import Recipe
+from model.kernels.quantized_matmul import Recipe
 from model.training.precision import MxLinear, from_mx, to_mx
 from tests.model.world_batches import batch_of, layout
 
