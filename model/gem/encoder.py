@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from model.gem.config import GemConfig
 from model.gem.streams import EventStream, Member
 from model.kernels.block_attention import Blocks, block_attention
+from model.kernels.norm_matmul import norm_linear
 from model.kernels.pffn_block import pffn_block
 from model.nn.interaction import MixtureOfWukongExperts, WeightGen
 from model.nn.jagged import Jagged, gather
@@ -88,7 +89,7 @@ class BlockSelfAttention(nn.Module):
 
     def forward(self, s: Sequence) -> Tensor:
         """[T, D]"""
-        qkv = self.qkv(rms_norm(s.values_TD)).unflatten(-1, (3 * self.heads, -1))
+        qkv = norm_linear(s.values_TD, self.qkv).unflatten(-1, (3 * self.heads, -1))
         qk, v = qkv.split([2 * self.heads, self.heads], dim=1)
         q, k = rms_norm(qk).chunk(2, dim=1)
         read = block_attention(q, k, v, s.blocks, turns=s.turns, rotate_values=self.rotate_values)

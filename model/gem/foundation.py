@@ -26,6 +26,7 @@ from model.gem.heads import ObjectiveHeads
 from model.gem.streams import EventStream, event_streams, stream_rows, unmerged
 from model.kernels.block_attention import blocks
 from model.kernels.jagged_attention import candidate_attention
+from model.kernels.norm_matmul import norm_linear
 from model.nn.embedding import IdEmbeddings
 from model.nn.jagged import Jagged, jagged
 from model.nn.norm import rms_norm
@@ -230,7 +231,7 @@ class CandidateRead(nn.Module):
     def forward(self, ad_ND: Tensor, s: Sequence, request_N: Tensor) -> Tensor:
         """[N, d]; zeros for an empty history."""
         q = rms_norm(self.query(ad_ND).unflatten(-1, (self.heads, -1)))
-        k, v = self.key_value(rms_norm(s.values_TD)).unflatten(-1, (2 * self.heads, -1)).chunk(2, dim=1)
+        k, v = norm_linear(s.values_TD, self.key_value).unflatten(-1, (2 * self.heads, -1)).chunk(2, dim=1)
         return candidate_attention(q, rms_norm(k), v, s.layout, request_N).flatten(1)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model.kernels.jagged_attention import jagged_attention
+from model.kernels.norm_matmul import norm_linear
 from model.nn.jagged import Jagged
 from model.nn.norm import rms_norm
 
@@ -64,7 +65,7 @@ class HierarchicalSeedPooling(nn.Module):
     def forward(self, s_TD: Tensor, layout: Jagged) -> Tensor:
         """[R, K, E]; a constant for an empty sequence."""
         seeds = self.query(rms_norm(self.seeds)).unflatten(-1, (self.heads, -1))[None]
-        k, v = self.key_value(rms_norm(s_TD)).unflatten(-1, (2 * self.heads, -1)).chunk(2, dim=1)
+        k, v = norm_linear(s_TD, self.key_value).unflatten(-1, (2 * self.heads, -1)).chunk(2, dim=1)
         read = jagged_attention(seeds, k, v, layout).flatten(2)
         return rms_norm(self.compress(self.out(read) + self.seeds))
 
