@@ -102,7 +102,7 @@ def _options() -> argparse.Namespace:
     made.add_argument("--test-end", help="last day of test, or the instant after it")
     made.add_argument("--seeds", type=int, default=3, help="runs of every neural model")
     made.add_argument("--preset", default="model.gem.presets:public_s", help="foundation model")
-    made.add_argument("--epochs", type=int, default=1, help="passes over the training rows")
+    made.add_argument("--epochs", type=int, default=2, help="passes of a neural model over the training rows, in order of time as the trainer makes them")
     made.add_argument("--models", default="rate,lightgbm,din,foundation", help=f"rows of the table; also {', '.join(PRESETS)}")
     made.add_argument("--keep", type=Path, help="folder that keeps the imported tables and every run, so that the same command goes on where it was stopped")
     return made.parse_args()
@@ -229,7 +229,7 @@ def _neural(made: Callable[[Layout], Baseline], split: Split, seed: int, options
     criterion = _TaskCriterion(model, len(split.replay.spec.objectives))
     learner = Learner(model, criterion, OptimizerConfig(), Processes(), seed=seed)
     fit(
-        learner, split.train, FitConfig(batch_requests=BATCH, window_requests=200_000, epochs=options.epochs, seed=seed),
+        learner, split.train, FitConfig(batch_requests=BATCH, epochs=options.epochs, seed=seed),
         quarantine=Quarantine(split.replay.layout),
     )  # fmt: skip
     model.eval()
@@ -246,7 +246,7 @@ def _foundation(split: Split, seed: int, options: argparse.Namespace) -> Predict
     first, train_end, *_ = split.bounds
     run = RunConfig(
         preset=options.preset, train_from_ms=first, train_to_ms=train_end, requests="impression",
-        fit=FitConfig(batch_requests=BATCH, window_requests=200_000, epochs=options.epochs, seed=seed),
+        fit=FitConfig(batch_requests=BATCH, epochs=options.epochs, seed=seed),
     )  # fmt: skip
     return predict(train(run, split.replay).teacher.score, split.test)
 
