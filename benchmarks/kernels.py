@@ -2,8 +2,9 @@
 
     python -m benchmarks.kernels --json OUT
 
-Knows shapes. Does not know models. The rival gets its padded inputs for nothing. GFLOP/s count actual lengths only, and their
-share is of the fastest square matrix product measured here; MB are the tensors that must be read and written once.
+Knows shapes. Does not know models. The rival gets its padded inputs for nothing and is composed of torch's own operations.
+GFLOP/s count actual lengths only, and their share is of the fastest square matrix product measured here; MB are the tensors
+that must be read and written once. What is named "and back" takes gradients of all that comes in, too.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from benchmarks.measure import alternate, finish, parser
 from model.kernels.block_attention import block_attention, block_attention_flops, blocks
 from model.kernels.gdpa import gdpa, gdpa_flops
 from model.kernels.jagged_attention import jagged_attention, jagged_attention_flops
+from model.kernels.jagged_gdpa import pooled_gdpa, windowed_gdpa, windowed_gdpa_flops
+from model.kernels.pffn_block import pffn_block
 from model.nn.jagged import Jagged, jagged
+from model.nn.norm import EPS
 from model.training.throughput import measure_ceiling
 
 Run = Callable[[], Tensor]
-HEADS, WIDTH, KEYS, SEEDS, BLOCK = 4, 16, 16, 32, 64
+HEADS, WIDTH, KEYS, SEEDS, BLOCK, WINDOW = 4, 16, 16, 32, 64, 64
+
+SLOW = {"windowed gdpa": 5}
+"""Rounds of an op whose rival takes seconds."""
 
 
 def main() -> None:
@@ -53,11 +60,16 @@ def _cells(lengths: Tensor, longest: int, generator: torch.Generator, *, rounds:
         "gdpa": gdpa_flops(total, KEYS, width),
         "block attention": block_attention_flops(lengths.tolist(), block=BLOCK, radius=0, width=width),
         "seed pooling": jagged_attention_flops(total, SEEDS, width),
+        "windowed gdpa": windowed_gdpa_flops(lengths.tolist(), window=WINDOW, width=width),
     }
-    tokens = {"gdpa": 2 * total + 2 * KEYS * len(lengths), "block attention": 4 * total}
+    tokens = {"gdpa": 2 * total + 2 * KEYS * len(lengths), "block attention": 4 * total, "windowed gdpa": 4 * total}
     tokens["seed pooling"] = 2 * total + SEEDS * (1 + len(lengths))
+    for alike in ("biased pooling", "pooled gdpa"):
+        flops[alike], tokens[alike] = flops["seed pooling"], tokens["seed pooling"]
+    for passes, block in ((1, "pffn block"), (3, "pffn block and back")):
+        flops[block], tokens[block] = passes * flops["gdpa"], (1 + passes) // 2 * tokens["gdpa"]
     for name, ours, naive in _pairs(lengths, longest, generator):
-        times = alternate({"ours": ours, "padded": naive}, rounds=rounds)
+        times = alternate({"ours": ours, "padded": naive}, rounds=min(rounds, SLOW.get(name, rounds)))
         yield {
             "op": name,
             "sequences": len(lengths),
@@ -97,6 +109,28 @@ def _pairs(lengths: Tensor, longest: int, generator: torch.Generator) -> Iterato
         lambda: _padded_blocks(wide_q, wide_k, wide_v, valid),
     )
     yield "seed pooling", lambda: jagged_attention(seeds, k, v, layout), lambda: _padded_pool(seeds, wide_k, wide_v, valid)
+    bias = torch.randn(total, HEADS, generator=generator)
+    wide_bias = bias.new_zeros(len(lengths), longest, HEADS)
+    wide_bias[layout.sequence, layout.position] = bias
+    yield (
+        "biased pooling",
+        lambda: jagged_attention(seeds, k, v, layout, bias),
+        lambda: _padded_pool(seeds, wide_k, wide_v, valid, wide_bias),
+    )
+    yield "pooled gdpa", lambda: pooled_gdpa(seeds, k, v, layout), lambda: _padded_pooled_gdpa(seeds, wide_k, wide_v)
+    yield (
+        "windowed gdpa",
+        lambda: windowed_gdpa(q, k, v, layout, window=WINDOW),
+        lambda: _padded_window(wide_q, wide_k, wide_v),
+    )
+    s, wide_s = q.flatten(1), wide_q.transpose(1, 2).flatten(2)
+    yield "pffn block", lambda: pffn_block(s, keys, values, layout), lambda: _padded_block(wide_s, keys, values)
+    ours, theirs = ([x.clone().requires_grad_() for x in (tokens, keys, values)] for tokens in (s, wide_s))
+    yield (
+        "pffn block and back",
+        lambda: _and_back(pffn_block(ours[0], ours[1], ours[2], layout), ours),
+        lambda: _and_back(_padded_block(*theirs), theirs),
+    )
 
 
 def _padded(values: tuple[Tensor, ...], layout: Jagged, longest: int) -> tuple[list[Tensor], Tensor]:
@@ -119,9 +153,37 @@ def _padded_blocks(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=same & valid[:, None, None, :] | torch.eye(len(block), dtype=torch.bool))
 
 
-def _padded_pool(seeds: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
-    q = seeds.transpose(1, 2).expand(len(k), -1, -1, -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None, :])
+def _padded_pool(seeds: Tensor, k: Tensor, v: Tensor, valid: Tensor, bias: Tensor | None = None) -> Tensor:
+    q, mask = seeds.transpose(1, 2).expand(len(k), -1, -1, -1), valid[:, None, None, :]
+    if bias is not None:
+        mask = bias.transpose(1, 2)[:, :, None].masked_fill(~mask, float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _padded_pooled_gdpa(seeds: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.gelu(seeds.transpose(1, 2) @ k.mT / WIDTH**0.5, approximate="tanh") @ v
+
+
+def _padded_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A sequence at a time: the scores of all are more than memory should hold."""
+    place = torch.arange(q.shape[2])
+    far = (place[:, None] - place).abs() > WINDOW
+    out = torch.empty_like(q)
+    for row in range(len(q)):
+        scores = (q[row] @ k[row].mT / WIDTH**0.5).masked_fill_(far, 0)
+        torch.matmul(F.gelu(scores, approximate="tanh"), v[row], out=out[row])
+    return out
+
+
+def _padded_block(s: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    normal = F.layer_norm(s, s.shape[-1:], eps=EPS)
+    q = F.rms_norm(normal.view(*normal.shape[:2], HEADS, WIDTH), (WIDTH,), eps=EPS).transpose(1, 2)
+    read = _padded_gdpa(q, k, v).transpose(1, 2).flatten(2)
+    return F.rms_norm(read + normal, s.shape[-1:], eps=EPS) + s
+
+
+def _and_back(out: Tensor, given: list[Tensor]) -> Tensor:
+    return torch.autograd.grad(out.sum(), given)[0]
 
 
 if __name__ == "__main__":

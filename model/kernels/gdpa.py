@@ -43,11 +43,11 @@ def gdpa(
         v_RMHd: values of each sequence.
         layout: index maps of the queries.
         activation: one of ACTIVATIONS, or one a head.
-        alpha: scale inside the activation; 1/√d if None. Kunlun's text divides by τ here, its kernel after the activation.
+        alpha: scale inside the activation; 1/√d if None. Kunlun's text divides by τ here, Meta's kernel after it.
         beta: scale after it.
 
     Raises:
-        ValueError: an activation is unknown, or there are neither one nor H of them; or scores are beyond a polynomial's bound.
+        ValueError: an activation is unknown, there are neither one nor H of them, or a score is beyond a polynomial's bound.
     """
     names = per_head(activation, q_THd.shape[1])
     if not len(q_THd):

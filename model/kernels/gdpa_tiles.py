@@ -230,7 +230,10 @@ def _backward_kernel(
     KEYS: tl.constexpr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile of keys over every `parts`-th tile of its sequence's queries, for one of the heads from `skip` on; keys down, queries across."""
+    """One tile of keys over every `parts`-th tile of its sequence's queries, for one of the heads from `skip` on.
+
+    Keys lie down, queries across.
+    """
     row, part = tl.load(order + tl.program_id(0) // parts), tl.program_id(0) % parts
     head, key = skip + tl.program_id(1), tl.program_id(2) * BN
     start = tl.load(offsets + row)

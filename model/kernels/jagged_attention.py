@@ -45,7 +45,7 @@ def jagged_attention(
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = bucket.valid[:, None, None, :] if rows > 1 else None  # a sequence alone fills its bucket
         if bias is not None:
-            bias = bias.transpose(1, 2)[:, :, None]
+            bias = bias.transpose(1, 2).contiguous()[:, :, None]  # the product reads it anew for every query
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         reads.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
     order = torch.cat([bucket.rows for bucket in layout.buckets])

@@ -5,7 +5,8 @@ reads those within a window of it (HSTU's attention where the window takes all i
 same for all (what pools a sequence). A pair outside the window scores 0, and since act(0) = 0 it adds nothing, as a
 place without a token does: no path masks anything else. A sequence without keys gives zeros.
 
-On a CPU: blocks of tokens against the blocks that their window reaches, or buckets of similar length, as dense products.
+On a CPU dense products: blocks of tokens against the blocks that their window reaches, where these are fewer pairs than all of
+a sequence's, or buckets of similar length.
 On an NVIDIA GPU: `model.kernels.jagged_gdpa_tiles`. α is as `gdpa` has it; HSTU's β is 1/(longest sequence), one number
 for all lengths. Candidates that share a request's keys are rows of dense queries, as `candidate_attention` lays them.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,8 +28,10 @@ from model.kernels import (
 from model.kernels.activations import activated, per_head
 from model.kernels.block_attention import blocks
 from model.kernels.gpu import alike, on_gpu
-from model.nn.jagged import Jagged, collect, pad, scatter, spread
+from model.nn.jagged import Jagged, collect, pad, scatter, spread, unpad
 
+CACHED = 2**18
+"""Scores that are computed, bent and summed before others take their place in a core's cache."""
 BLOCKS = 16, 64
 """Fewest and most tokens of a block on a CPU; between them a block is as long as the window reaches."""
 
@@ -69,7 +73,14 @@ def windowed_gdpa(
         read: Tensor = torch.ops.gem.jagged_gdpa(*given, layout.offsets, reach, ",".join(names), scale, beta)
         return read
     longest = int(layout.lengths.max())
-    return _by_blocks(q_THd * scale, k_THd, v_THd * beta, layout, min(longest, longest if window is None else window), names)
+    near = longest - 1 if window is None else min(window, longest - 1)
+    block = min(max(near, BLOCKS[0]), BLOCKS[1])
+    radius = -(-near // block)
+    whole = sum(bucket.valid.shape[1] * bucket.valid.numel() for bucket in layout.buckets)
+    read_by = _by_sequences
+    if int((-(-layout.lengths // block)).sum()) * block**2 * (2 * radius + 1) < whole:
+        read_by = partial(_by_blocks, block=block, radius=radius)
+    return read_by(q_THd * scale, k_THd, v_THd * beta, layout, near, names)
 
 
 def pooled_gdpa(
@@ -82,7 +93,7 @@ def pooled_gdpa(
     alpha: float | None = None,
     beta: float = 1.0,
 ) -> Tensor:
-    """[R, Q, H, d]: dense queries read all keys of their sequence; `q_RQHd` may have one row, which every sequence shares.
+    """[R, Q, H, d]: dense queries read all keys of their sequence; `q_RQHd` may have one row, which all sequences share.
 
     Raises:
         ValueError: an activation is unknown, or there are neither one nor H of them.
@@ -107,19 +118,42 @@ def _scale(alpha: float | None, q: Tensor) -> float:
     return 1 / math.sqrt(q.shape[-1]) if alpha is None else alpha
 
 
-def _by_blocks(
+def _by_sequences(
     q_THd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged, window: int, names: tuple[str, ...]
 ) -> Tensor:
+    """Every sequence against itself: places without a token score 0 by themselves."""
+    reads = []
+    for parts in zip(*(pad(x, layout) for x in (q_THd, k_THd, v_THd)), strict=True):
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        scores, place = q @ k.mT, torch.arange(q.shape[2], device=q.device)
+        if window < len(place) - 1:
+            scores = scores.masked_fill_((place[:, None] - place).abs() > window, 0)
+        reads.append((activated(scores, names, axis=1) @ v).transpose(1, 2))
+    return unpad(reads, layout)
+
+
+def _by_blocks(
+    q_THd: Tensor,
+    k_THd: Tensor,
+    v_THd: Tensor,
+    layout: Jagged,
+    window: int,
+    names: tuple[str, ...],
+    *,
+    block: int,
+    radius: int,
+) -> Tensor:
     """Every block against the blocks within its window, which lie side by side."""
-    block = min(max(window, BLOCKS[0]), BLOCKS[1])
-    maps = blocks(layout, block=block, radius=-(-window // block))
-    reach = (2 * maps.radius + 1) * block
+    maps, reach = blocks(layout, block=block, radius=radius), (2 * radius + 1) * block
     q = spread(q_THd, *maps.own).unflatten(0, (maps.total, block)).transpose(1, 2)
     k, v = (spread(x, *maps.reach).unfold(0, reach, block) for x in (k_THd, v_THd))
-    apart = torch.arange(block)[:, None] - torch.arange(reach) + maps.radius * block
-    near = (apart.abs() <= window).to(q.device) & maps.visible[:, None, None, :]
-    hidden = activated((q @ k).masked_fill(~near, 0), names, axis=1)
-    return collect((hidden @ v.transpose(2, 3)).transpose(1, 2).flatten(0, 1), *maps.own)
+    apart = torch.arange(block)[:, None] - torch.arange(reach) + radius * block
+    far, reads = (apart.abs() > window).to(q.device), []
+    some = max(1, CACHED // (q.shape[1] * block * reach)) if q.device.type == "cpu" else maps.total
+    for own, keys, values, visible in zip(*(x.split(some) for x in (q, k, v, maps.visible)), strict=True):
+        scores = (own @ keys).masked_fill_(far | ~visible[:, None, None, :], 0)
+        reads.append(activated(scores, names, axis=1) @ values.transpose(2, 3))
+    return collect(torch.cat(reads).transpose(1, 2).flatten(0, 1), *maps.own)
 
 
 def windowed_gdpa_reference(

@@ -56,7 +56,7 @@ def forward_tiles(queries: int, width: int) -> Tiles:
 
 
 def query_tiles(queries: int, width: int, capability: int, *, biased: bool = False) -> Tiles:
-    """Tiles of the kernel of the queries' gradient; more queries or biased keys spill, the sooner from compute capability 10 on."""
+    """Tiles of the kernel of the queries' gradient; more queries or biased keys spill, sooner from capability 10 on."""
     rows, D = min(128 if capability < 100 else 64, columns(queries)), columns(width)
     return Tiles(rows, 32 if biased else 64, D, 8 if rows * D >= 64 * 64 else 4, 2)
 
@@ -202,8 +202,8 @@ def _bias_tile(
 @jit
 def _forward_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, bias: tl.tensor, out: tl.tensor, lse: tl.tensor, offsets: tl.tensor,
-    order: tl.tensor, power: tl.tensor, q_row: tl.tensor, q_query: tl.tensor, q_head: tl.tensor, k_token: tl.tensor, k_head: tl.tensor,
-    v_token: tl.tensor, v_head: tl.tensor, queries: tl.tensor,
+    order: tl.tensor, power: tl.tensor, q_row: tl.tensor, q_query: tl.tensor, q_head: tl.tensor, k_token: tl.tensor,
+    k_head: tl.tensor, v_token: tl.tensor, v_head: tl.tensor, queries: tl.tensor,
     BIASED: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of a sequence's queries over all its keys, for one head."""
@@ -299,7 +299,8 @@ def _key_kernel(
     dk: tl.tensor, dv: tl.tensor, dbias: tl.tensor, offsets: tl.tensor, owner: tl.tensor, firsts: tl.tensor,
     scale: tl.tensor, power: tl.tensor, q_row: tl.tensor, q_query: tl.tensor, q_head: tl.tensor, k_token: tl.tensor, k_head: tl.tensor,
     v_token: tl.tensor, v_head: tl.tensor, queries: tl.tensor, rows: tl.tensor,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    BIASED: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr,
 ) -> None:  # fmt: skip
     """dK, dV and the bias's gradient of one tile of keys over all queries of its sequence, for one head."""
     row = tl.load(owner + tl.program_id(0))
