@@ -52,10 +52,14 @@ def forward_tiles(block: int, width: int) -> Tiles:
     return Tiles(rows, rows, D, 4 if rows * D <= 64 * 64 else 8, 2)
 
 
-def backward_tiles(block: int, width: int, *, turned: bool) -> Tiles:
-    """Tiles of the backward kernel; 64 near tokens of a wide head that are turned first spill registers on Hopper."""
+def backward_tiles(block: int, width: int, *, turned: bool, size: int = 2) -> Tiles:
+    """Tiles of the backward kernel for numbers of `size` bytes.
+
+    64 near tokens of a wide head that are turned first spill registers on Hopper.
+    """
     cut = forward_tiles(block, width)
-    return cut._replace(BN=min(cut.BM, 32)) if turned and cut.D > 64 else cut
+    wide = turned and cut.D * size > 128
+    return cut._replace(BN=min(cut.BM, 32), num_warps=8) if wide else cut
 
 
 @torch.library.custom_op("gem::block_attention", mutates_args=())
@@ -104,7 +108,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values by Triton."""
     total, heads, width = q_THd.shape
-    cut = backward_tiles(block, width, turned=turns_Td is not None)
+    cut = backward_tiles(block, width, turned=turns_Td is not None, size=q_THd.element_size())
     dq, dk, dv = (x.new_empty(x.shape) for x in (q_THd, k_THd, v_THd))
     if out.numel():
         with torch.cuda.device_of(q_THd):
@@ -233,6 +237,8 @@ def _load(
     tile = load_tile(x, x_token, limit, BM, WIDTH, D, True)
     if TURN:
         tile = _turn(tile, turns, limit, BM, WIDTH, D, False).to(tile.dtype)
+        if tile.dtype == tl.float32:  # Triton 3.7 for Hopper fails on a product of what was only reshaped
+            tile += 0.0
     return tile
 
 

@@ -160,6 +160,10 @@ def test_half_precision_differs_by_its_rounding_only() -> None:
     maps = blocks(layout, block=64, radius=1)
     wide = block_attention_reference(q.float(), k.float(), v.float(), layout, block=64, radius=1)
     torch.testing.assert_close(read_blocks(q, k, v, maps).float(), wide, rtol=2e-3, atol=2e-3)
+    angles = 3 * normal(75, 8, seed=9)
+    turned = {"turns": turns(angles), "rotate_values": True}
+    wide = block_attention_reference(q.float(), k.float(), v.float(), layout, block=64, radius=1, **turned)
+    torch.testing.assert_close(read_blocks(q, k, v, maps, angles, True).float(), wide, rtol=2e-3, atol=2e-3)
     seeds = normal(1, 3, 2, 16, seed=4).half().requires_grad_()
     plain = jagged_attention_reference(seeds.float(), k.float(), v.float(), layout)
     out = read(seeds, k, v, layout)

@@ -103,6 +103,24 @@ def test_compiled_for_a_gpu_they_multiply_by_matrix_instructions_and_spill_no_re
     assert built.metadata.shared <= 232448  # bytes that a program can have on either
 
 
+@needs_triton
+@pytest.mark.parametrize("capability", [90, 100], ids=["sm_90", "sm_100"])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_in_float32_too_turned_blocks_compile_and_spill_little(
+    kernel: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 3.7 failed on Hopper where a float32 operand was only reshaped before its product."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = getattr(block_tiles, f"_{kernel}_kernel")
+    backward = block_tiles.backward_tiles(64, 64, turned=True, size=4)
+    cut = block_tiles.forward_tiles(64, 64) if kernel == "forward" else backward
+    numbers = BLOCK | {"BEFORE": 1, "AFTER": 1, "TURNED": 2, "WIDTH": 64, "PRECISION": "tf32"}
+    built = compiled(function, capability, cut, numbers, "fp32")
+    assert built.asm["ptx"].count("wgmma.mma_async" if capability == 90 else "tcgen05.mma") > 0
+    assert stack_bytes(built.asm["cubin"], tmp_path) <= 16
+    assert built.metadata.shared <= 232448
+
+
 def compiled(kernel: Any, capability: int, cut: Any, numbers: dict[str, Any], dtype: str = "bf16") -> Any:
     """The kernel for tensors whose addresses and strides are multiples of 16, as the launcher would find them."""
     import triton
