@@ -177,6 +177,25 @@ def test_the_gradient_of_the_block_is_the_slope_of_its_value(normalize: bool) ->
     )
 
 
+def test_sequences_in_another_order_read_what_they_read() -> None:
+    lengths, order = [65, 0, 1, 64], [2, 0, 3, 1]
+    layout, (q, k, v) = layout_of(lengths), inputs(lengths)
+    parts = gdpa(q, k, v, layout).split(lengths)
+    moved = gdpa(torch.cat([q.split(lengths)[i] for i in order]), k[order], v[order], layout_of([lengths[i] for i in order]))
+    torch.testing.assert_close(moved, torch.cat([parts[i] for i in order]))
+
+
+def test_rows_of_keys_that_several_sequences_share_learn_from_all_of_them() -> None:
+    layout, (q, k, v), request = layout_of([3, 65, 2]), inputs([3, 65, 2]), torch.tensor([0, 0, 1])
+    shared = gdpa(q, k[:2][request], v[:2][request], layout)
+    upstream = torch.randn_like(shared)
+    both, one = torch.autograd.grad(shared, [k, v], upstream), layout_of([68])
+    first = gdpa(q[:68], k[:1], v[:1], one)  # the first two are one sequence as far as keys go
+    torch.testing.assert_close(shared[:68], first)
+    for found, wanted in zip(both, torch.autograd.grad(first, [k, v], upstream[:68]), strict=True):
+        torch.testing.assert_close(found[0], wanted[0])
+
+
 def test_a_padded_place_reaches_no_gradient() -> None:
     """Sequences of 4 and 3 share a bucket; the shorter learns what it learns alone."""
     layout, (q, k, v) = layout_of([4, 3]), inputs([4, 3])
