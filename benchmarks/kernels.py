@@ -21,9 +21,11 @@ from model.kernels.block_attention import block_attention, block_attention_flops
 from model.kernels.gdpa import gdpa, gdpa_flops
 from model.kernels.jagged_attention import jagged_attention, jagged_attention_flops
 from model.kernels.jagged_gdpa import pooled_gdpa, windowed_gdpa, windowed_gdpa_flops
+from model.kernels.norm_matmul import norm_matmul, norm_matmul_flops
 from model.kernels.pffn_block import pffn_block
 from model.nn.jagged import Jagged, jagged
 from model.nn.norm import EPS
+from model.nn.time import turns
 from model.training.throughput import measure_ceiling
 
 Run = Callable[[], Tensor]
@@ -61,11 +63,17 @@ def _cells(lengths: Tensor, longest: int, generator: torch.Generator, *, rounds:
         "block attention": block_attention_flops(lengths.tolist(), block=BLOCK, radius=0, width=width),
         "seed pooling": jagged_attention_flops(total, SEEDS, width),
         "windowed gdpa": windowed_gdpa_flops(lengths.tolist(), window=WINDOW, width=width),
+        "causal blocks": block_attention_flops(lengths.tolist(), block=BLOCK, radius=1, width=width, causal=True),
     }
     tokens = {"gdpa": 2 * total + 2 * KEYS * len(lengths), "block attention": 4 * total, "windowed gdpa": 4 * total}
     tokens["seed pooling"] = 2 * total + SEEDS * (1 + len(lengths))
     for alike in ("biased pooling", "pooled gdpa"):
         flops[alike], tokens[alike] = flops["seed pooling"], tokens["seed pooling"]
+    flops["turned blocks"], tokens["turned blocks"] = flops["block attention"], 4 * total + total // HEADS
+    tokens["causal blocks"] = 4 * total
+    for passes, product in ((1, "norm, then product"), (3, "norm, then product and back")):
+        flops[product] = passes * norm_matmul_flops(total, width, 3 * width)
+        tokens[product] = (1 + passes) // 2 * (4 * total + 3 * width)
     for passes, block in ((1, "pffn block"), (3, "pffn block and back")):
         flops[block], tokens[block] = passes * flops["gdpa"], (1 + passes) // 2 * tokens["gdpa"]
     for name, ours, naive in _pairs(lengths, longest, generator):
@@ -123,13 +131,45 @@ def _pairs(lengths: Tensor, longest: int, generator: torch.Generator) -> Iterato
         lambda: windowed_gdpa(q, k, v, layout, window=WINDOW),
         lambda: _padded_window(wide_q, wide_k, wide_v),
     )
+    yield from _turned_and_causal(q, k, v, layout, longest)
     s, wide_s = q.flatten(1), wide_q.transpose(1, 2).flatten(2)
+    yield from _products(s, wide_s, generator)
     yield "pffn block", lambda: pffn_block(s, keys, values, layout), lambda: _padded_block(wide_s, keys, values)
     ours, theirs = ([x.clone().requires_grad_() for x in (tokens, keys, values)] for tokens in (s, wide_s))
     yield (
         "pffn block and back",
         lambda: _and_back(pffn_block(ours[0], ours[1], ours[2], layout), ours),
         lambda: _and_back(_padded_block(*theirs), theirs),
+    )
+
+
+def _turned_and_causal(
+    q: Tensor, k: Tensor, v: Tensor, layout: Jagged, longest: int
+) -> Iterator[tuple[str, Run, Run]]:
+    maps, causal = (blocks(layout, block=BLOCK, radius=radius, causal=radius > 0) for radius in (0, 1))
+    angles = torch.outer(torch.arange(longest).float(), torch.linspace(1, 0, WIDTH // 2))
+    here, everywhere = turns(angles[layout.position]), turns(angles)
+    (wide_q, wide_k, wide_v), valid = _padded((q, k, v), layout, longest)
+    yield (
+        "turned blocks",
+        lambda: block_attention(q, k, v, maps, turns=here),
+        lambda: _padded_blocks(_turned(wide_q, everywhere), _turned(wide_k, everywhere), wide_v, valid),
+    )
+    yield (
+        "causal blocks",
+        lambda: block_attention(q, k, v, causal),
+        lambda: _padded_blocks(wide_q, wide_k, wide_v, valid, after=1),
+    )
+
+
+def _products(s: Tensor, wide_s: Tensor, generator: torch.Generator) -> Iterator[tuple[str, Run, Run]]:
+    weight = torch.randn(3 * s.shape[1], s.shape[1], generator=generator) / s.shape[1] ** 0.5
+    yield "norm, then product", lambda: norm_matmul(s, weight), lambda: _padded_product(wide_s, weight)
+    ours, theirs = ([x.clone().requires_grad_() for x in (tokens, weight)] for tokens in (s, wide_s))
+    yield (
+        "norm, then product and back",
+        lambda: _and_back(norm_matmul(ours[0], ours[1]), ours),
+        lambda: _and_back(_padded_product(theirs[0], theirs[1]), theirs),
     )
 
 
@@ -147,10 +187,11 @@ def _padded_gdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.gelu(scores, approximate="tanh") @ v.transpose(1, 2)
 
 
-def _padded_blocks(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+def _padded_blocks(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, *, after: int = 0) -> Tensor:
     block = torch.arange(q.shape[2]) // BLOCK
-    same = block[:, None] == block[None, :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=same & valid[:, None, None, :] | torch.eye(len(block), dtype=torch.bool))
+    ahead = block[None, :] - block[:, None]
+    near = (ahead >= 0) & (ahead <= after)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=near & valid[:, None, None, :] | torch.eye(len(block), dtype=torch.bool))
 
 
 def _padded_pool(seeds: Tensor, k: Tensor, v: Tensor, valid: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -173,6 +214,15 @@ def _padded_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q[row] @ k[row].mT / WIDTH**0.5).masked_fill_(far, 0)
         torch.matmul(F.gelu(scores, approximate="tanh"), v[row], out=out[row])
     return out
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns).flatten(-2)
+
+
+def _padded_product(s: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(F.rms_norm(s, s.shape[-1:], eps=EPS), weight)
 
 
 def _padded_block(s: Tensor, k: Tensor, v: Tensor) -> Tensor:

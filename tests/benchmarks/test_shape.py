@@ -37,8 +37,9 @@ def test_the_kernels_benchmark_times_both_sides(tmp_path: Path) -> None:
     cells = _run("kernels", tmp_path / "out.json")["cells"]
     assert isinstance(cells, list)
     pooling = {"seed pooling", "biased pooling", "pooled gdpa"}
-    blocks = {"pffn block", "pffn block and back"}
-    assert {cell["op"] for cell in cells} == {"gdpa", "block attention", "windowed gdpa"} | pooling | blocks
+    blocks = {"pffn block", "pffn block and back", "norm, then product", "norm, then product and back"}
+    attention = {"block attention", "turned blocks", "causal blocks"}
+    assert {cell["op"] for cell in cells} == {"gdpa", "windowed gdpa"} | attention | pooling | blocks
     assert all(cell["ratio"] > 0 for cell in cells)
 
 
