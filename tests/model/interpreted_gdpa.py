@@ -156,3 +156,19 @@ def test_the_block_around_the_network_is_one_function_of_tokens_keys_and_values(
     options = {"activation": activation, "alpha": 0.4, "beta": 0.3, "normalize": normalize}
     plain = pffn_block_reference(s, k, v, layout, **options)
     same(pffn_tiles.block(s, k, v, layout.offsets, activation, 0.4, 0.3, normalize)[0], plain, s, k, v)
+
+
+@pytest.mark.parametrize("tokens", [torch.float32, torch.float16])
+def test_tokens_may_be_wider_than_the_keys_whose_precision_products_have(tokens: torch.dtype) -> None:
+    lengths = [5, 70]
+    layout, s = layout_of(lengths), normal(75, 32).to(tokens).requires_grad_()
+    k, v = (normal(2, 5, 2, 16, seed=i).half().requires_grad_() for i in (1, 2))
+    out = pffn_tiles.block(s, k, v, layout.offsets, "gelu", 0.25, 1.0, True)[0]
+    plain = pffn_block_reference(s.float(), k.float(), v.float(), layout)
+    assert out.dtype == tokens
+    torch.testing.assert_close(out.float(), plain, rtol=5e-3, atol=5e-3)
+    upstream = normal(75, 32, seed=3)
+    ours, theirs = (torch.autograd.grad(x.float(), (s, k, v), upstream) for x in (out, plain))
+    for a, b, like in zip(ours, theirs, (s, k, v), strict=True):
+        assert a.dtype == like.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)

@@ -6,12 +6,22 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.kernels import gdpa_tiles, jagged_gdpa_tiles, pffn_tiles
+from model.kernels.gdpa import gdpa
+from model.kernels.jagged_attention import jagged_attention
+from model.kernels.jagged_gdpa import pooled_gdpa, windowed_gdpa
+from model.kernels.pffn_block import pffn_block
+from model.nn.jagged import Jagged
 from tests.model.test_triton_kernels import ROOT, compiled, needs_triton, stack_bytes
 
 ARCHITECTURES = pytest.mark.parametrize(
@@ -92,3 +102,44 @@ def test_norms_of_whole_tokens_spill_no_register(
     for kernel in (pffn_tiles._last_kernel, pffn_tiles._norm_kernel):
         built = compiled(kernel, capability, cut, {"TILES": 2})
         assert stack_bytes(built.asm["cubin"], tmp_path) == 0
+
+
+class Called(TorchDispatchMode):
+    """Remembers which of our operators were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("gem."):
+            self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
+@needs_triton
+def test_tensors_on_a_gpu_take_the_kernels_and_what_these_do_not_take_is_composed() -> None:
+    """Fake tensors say that they are on a GPU: which operator is called with what, not what it computes."""
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    several = ("gelu", "relu") * 2
+    with FakeTensorMode():
+        index = torch.empty(4, dtype=torch.int64, device="cuda")
+        layout = Jagged(index, index, index, (), index, index, index, False)
+        s, k, q = torch.empty(50, 512, **half), torch.empty(3, 256, 4, 128, **half), torch.empty(50, 4, 128, **half)
+        seeds, bias = torch.empty(1, 7, 4, 128, **half), torch.empty(50, 4, device="cuda")
+        wide, wide_k = torch.empty(50, 1024, **half), torch.empty(3, 8, 8, 128, **half)
+        calls: dict[str, tuple[str, Callable[[], Tensor]]] = {
+            "a block": ("pffn_block", lambda: pffn_block(s, k, k, layout)),
+            "of float32 tokens": ("pffn_block", lambda: pffn_block(s.float(), k, k, layout)),
+            "of several activations": ("gdpa", lambda: pffn_block(s, k, k, layout, activation=several)),
+            "of wide tokens": ("gdpa", lambda: pffn_block(wide, wide_k, wide_k, layout)),
+            "attention": ("gdpa", lambda: gdpa(q, k, k, layout, activation=several)),
+            "a window": ("jagged_gdpa", lambda: windowed_gdpa(q, q, q, layout, window=5)),
+            "dense queries": ("jagged_gdpa", lambda: pooled_gdpa(seeds, q, q, layout)),
+            "a bias": ("jagged_attention", lambda: jagged_attention(seeds, q, q, layout, bias)),
+        }
+        for name, (operator, call) in calls.items():
+            with Called() as called:
+                out = call()
+            assert called.names == [operator], name
+            assert out.dtype == (torch.float32 if name == "of float32 tokens" else torch.bfloat16)
