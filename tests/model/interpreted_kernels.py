@@ -129,7 +129,7 @@ def test_pairs_turned_on_load_and_back_before_the_store_equal_pairs_turned_befor
 ) -> None:
     lengths = [0, 1, 63, 65, 127] if block == 64 else [0, 1, 7, 8, 9, 41]
     layout = layout_of(lengths)
-    q, k, v = packed(sum(lengths), 2, width, 3)
+    q, k, v = packed(sum(lengths), 1, width, 3)
     maps, angles = blocks(layout, block=block, radius=radius), 3 * normal(sum(lengths), width // 2, seed=9)
     options = {"turns": turns(angles), "rotate_values": rotate_values}
     plain = block_attention_reference(q, k, v, layout, block=block, radius=radius, **options)

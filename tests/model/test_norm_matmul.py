@@ -125,9 +125,10 @@ def test_interpreted_on_a_cpu_the_kernels_equal_the_definition() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("capability", "instruction"), [(90, "wgmma.mma_async"), (100, "tcgen05.mma")], ids=["sm_90", "sm_100"]
+    ("capability", "instruction", "dtype"),
+    [(90, "wgmma.mma_async", "bf16"), (100, "tcgen05.mma", "bf16"), (90, "wgmma.mma_async", "fp32")],
+    ids=["sm_90", "sm_100", "sm_90 in float32"],
 )
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("kernel", ["forward", "token", "weight"])
 def test_compiled_for_a_gpu_they_multiply_by_matrix_instructions_and_spill_no_register(
     kernel: str, dtype: str, capability: int, instruction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

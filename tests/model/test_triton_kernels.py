@@ -43,7 +43,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("block_tiles", "_forward_kernel", BLOCK | {"BEFORE": 1, "AFTER": 1, "TURNED": 2}),
     ("block_tiles", "_backward_kernel", BLOCK),
     ("block_tiles", "_backward_kernel", BLOCK | {"BEFORE": 1, "AFTER": 1}),
-    ("block_tiles", "_backward_kernel", BLOCK | {"TURNED": 2}),
     ("block_tiles", "_backward_kernel", BLOCK | {"AFTER": 1, "TURNED": 1}),
     ("block_tiles", "_backward_kernel", BLOCK | {"BEFORE": 1, "AFTER": 1, "TURNED": 2}),
     ("gdpa_tiles", "_forward_kernel", GDPA | {"KEYS": 128, "SPAN": 1024}),
@@ -104,19 +103,18 @@ def test_compiled_for_a_gpu_they_multiply_by_matrix_instructions_and_spill_no_re
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [90, 100], ids=["sm_90", "sm_100"])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_in_float32_too_turned_blocks_compile_and_spill_little(
-    kernel: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_in_float32_too_turned_blocks_compile_for_hopper_and_spill_little(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton 3.7 failed on Hopper where a float32 operand was only reshaped before its product."""
+    """Triton 3.7 failed there where a float32 operand was only reshaped before its product."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     function = getattr(block_tiles, f"_{kernel}_kernel")
     backward = block_tiles.backward_tiles(64, 64, turned=True, size=4)
     cut = block_tiles.forward_tiles(64, 64) if kernel == "forward" else backward
     numbers = BLOCK | {"BEFORE": 1, "AFTER": 1, "TURNED": 2, "WIDTH": 64, "PRECISION": "tf32"}
-    built = compiled(function, capability, cut, numbers, "fp32")
-    assert built.asm["ptx"].count("wgmma.mma_async" if capability == 90 else "tcgen05.mma") > 0
+    built = compiled(function, 90, cut, numbers, "fp32")
+    assert built.asm["ptx"].count("wgmma.mma_async") > 0
     assert stack_bytes(built.asm["cubin"], tmp_path) <= 16
     assert built.metadata.shared <= 232448
 
