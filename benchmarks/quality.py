@@ -56,7 +56,7 @@ from model.training.trainer import RunConfig, train
 
 BATCH = 256
 """Rows of a neural model's step: of 128, 256 and 512 the best on the validation days for a tiny foundation model; DIN gets the same."""
-QUICK_MS = 3 * 3_600_000
+QUICK_MS = 5_400_000
 """Of each part of a quick run: enough for a few steps."""
 Fit = Callable[["Split", int], Predictions]
 

@@ -86,7 +86,7 @@ def test_the_quality_benchmark_puts_every_model_on_the_same_rows(tmp_path: Path)
     if not DATA.exists():
         pytest.skip(f"real logs are not at {DATA}; set GEM_DATA to run this")
     models = {"rate", "lightgbm", "foundation", *PRESETS}
-    chosen = ["--preset", "model.gem.presets:tiny", "--models", ",".join(sorted(models))]
+    chosen = ["--preset", "model.gem.presets:tiny", "--epochs", "1", "--models", ",".join(sorted(models))]
     result = _run("quality", tmp_path / "out.json", "--source", str(DATA), *chosen)
     cells = result["cells"]
     assert isinstance(cells, list)
