@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,26 +23,11 @@ from model.kernels.jagged_gdpa import (
     windowed_gdpa_reference,
 )
 from model.kernels.pffn_block import pffn_block_reference
-from model.nn.jagged import Jagged, jagged
+from tests.model.twins import assert_equal, layout_of, normal
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/model/test_gdpa_tiles.py"
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-
-
-def layout_of(lengths: list[int]) -> Jagged:
-    return jagged(torch.tensor([0, *np.cumsum(lengths)]))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def same(fast: Tensor, plain: Tensor, *inputs: Tensor) -> None:
-    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=2e-5)
-    upstream = torch.randn_like(fast)
-    fasts = torch.autograd.grad(fast, inputs, upstream)
-    for a, b in zip(fasts, torch.autograd.grad(plain, inputs, upstream), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+near = partial(assert_equal, rtol=1e-5, atol=2e-5)
 
 
 @jit
@@ -71,7 +56,7 @@ def test_every_head_has_its_own_activation(activation: tuple[str, ...]) -> None:
     layout, q = layout_of(lengths), normal(sum(lengths), heads, width).requires_grad_()
     k, v = (normal(len(lengths), keys, heads, width, seed=i).requires_grad_() for i in (1, 2))
     plain = gdpa_reference(q, k, v, layout, activation=activation, alpha=0.4, beta=0.5)
-    same(gdpa_tiles.attend(q, k, v, layout.offsets, ",".join(activation), 0.4, 0.5), plain, q, k, v)
+    near(gdpa_tiles.attend(q, k, v, layout.offsets, ",".join(activation), 0.4, 0.5), plain, q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +68,7 @@ def test_jagged_queries_in_a_window_equal_their_definition(window: int, activati
     q, k, v = normal(sum(lengths), 6, width).requires_grad_().chunk(3, dim=1)  # side by side, as layers make them
     options = {"window": None if window < 0 else window, "activation": activation.split(","), "alpha": 0.3, "beta": 0.2}
     plain = windowed_gdpa_reference(q, k, v, layout, **options)
-    same(jagged_gdpa_tiles.attend(q, k, v, layout.offsets, window, activation, 0.3, 0.2), plain, q, k, v)
+    near(jagged_gdpa_tiles.attend(q, k, v, layout.offsets, window, activation, 0.3, 0.2), plain, q, k, v)
 
 
 @pytest.mark.parametrize(("shared", "queries"), [(True, 3), (True, 140), (False, 3), (False, 40)])
@@ -92,7 +77,7 @@ def test_dense_queries_over_jagged_keys_equal_their_definition(shared: bool, que
     layout, q = layout_of(lengths), normal(1 if shared else len(lengths), queries, 2, 8).requires_grad_()
     k, v = normal(sum(lengths), 4, 8, seed=3).requires_grad_().chunk(2, dim=1)
     plain = pooled_gdpa_reference(q, k, v, layout, activation="gelu", alpha=0.3, beta=0.2)
-    same(jagged_gdpa_tiles.attend(q, k, v, layout.offsets, -1, "gelu", 0.3, 0.2), plain, q, k, v)
+    near(jagged_gdpa_tiles.attend(q, k, v, layout.offsets, -1, "gelu", 0.3, 0.2), plain, q, k, v)
 
 
 def test_sequences_without_keys_read_zeros() -> None:
@@ -155,7 +140,7 @@ def test_the_block_around_the_network_is_one_function_of_tokens_keys_and_values(
     k, v = normal(len(lengths), keys, 2 * heads, width, seed=8).requires_grad_().chunk(2, dim=2)
     options = {"activation": activation, "alpha": 0.4, "beta": 0.3, "normalize": normalize}
     plain = pffn_block_reference(s, k, v, layout, **options)
-    same(pffn_tiles.block(s, k, v, layout.offsets, activation, 0.4, 0.3, normalize)[0], plain, s, k, v)
+    near(pffn_tiles.block(s, k, v, layout.offsets, activation, 0.4, 0.3, normalize)[0], plain, s, k, v)
 
 
 @pytest.mark.parametrize("tokens", [torch.float32, torch.float16])

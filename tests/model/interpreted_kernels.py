@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,32 +24,18 @@ from model.kernels.gdpa import gdpa_flops, gdpa_reference
 from model.kernels.jagged_attention import jagged_attention_flops, jagged_attention_reference
 from model.nn.jagged import Jagged, jagged
 from model.nn.time import turns
+from tests.model.twins import assert_equal, layout_of, normal
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/model/test_triton_kernels.py"
 LENGTHS = [0, 1, 63, 64, 65, 128]
 # The row of a key that is not there overflows where all scores are very negative; it is not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-
-
-def layout_of(lengths: list[int]) -> Jagged:
-    return jagged(torch.tensor([0, *np.cumsum(lengths)]))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+near = partial(assert_equal, rtol=1e-5, atol=2e-5)
 
 
 def packed(total: int, heads: int, width: int, count: int, seed: int = 7) -> tuple[Tensor, ...]:
     """Views of one projection, side by side as layers make them."""
     return normal(total, count * heads, width, seed=seed).requires_grad_().chunk(count, dim=1)
-
-
-def same(fast: Tensor, plain: Tensor, *inputs: Tensor) -> None:
-    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=2e-5)
-    upstream = torch.randn_like(fast)
-    fasts = torch.autograd.grad(fast, inputs, upstream)
-    for a, b in zip(fasts, torch.autograd.grad(plain, inputs, upstream), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
 
 
 def read(q: Tensor, k: Tensor, v: Tensor, layout: Jagged, bias: Tensor | None = None) -> Tensor:
@@ -71,7 +57,7 @@ def test_jagged_attention_equals_its_definition(
     layout = layout_of(LENGTHS)
     q = normal(1 if shared else len(LENGTHS), queries, 2, width).requires_grad_()
     k, v = packed(sum(LENGTHS), 2, width, 2)
-    same(read(q, k, v, layout), jagged_attention_reference(q, k, v, layout), q, k, v)
+    near(read(q, k, v, layout), jagged_attention_reference(q, k, v, layout), q, k, v)
 
 
 @pytest.mark.parametrize(("shared", "queries"), [(True, 3), (False, 70)])
@@ -83,14 +69,14 @@ def test_a_bias_of_keys_is_added_to_their_scores_and_learns(
     layout, q = layout_of(lengths), normal(1 if shared else len(lengths), queries, 2, 16).requires_grad_()
     k, v = packed(sum(lengths), 2, 16, 2)
     bias = (4 * normal(sum(lengths), 2, seed=5)).requires_grad_()
-    same(read(q, k, v, layout, bias), jagged_attention_reference(q, k, v, layout, bias), q, k, v, bias)
+    near(read(q, k, v, layout, bias), jagged_attention_reference(q, k, v, layout, bias), q, k, v, bias)
 
 
 def test_keys_that_are_not_there_do_not_outweigh_very_negative_scores() -> None:
     layout = layout_of([3, 66])
     q, k = torch.full((1, 2, 1, 16), 5.0).requires_grad_(), (-5 - 0.01 * normal(69, 1, 16)).requires_grad_()
     v = normal(69, 1, 16, seed=1).requires_grad_()
-    same(read(q, k, v, layout), jagged_attention_reference(q, k, v, layout), q, k, v)
+    near(read(q, k, v, layout), jagged_attention_reference(q, k, v, layout), q, k, v)
 
 
 def test_sequences_without_keys_read_zeros_and_give_no_gradient() -> None:
@@ -117,7 +103,7 @@ def test_block_attention_equals_dense_attention_with_the_block_mask(
     q, k, v = packed(sum(lengths), 2, width, 3)
     maps = blocks(layout, block=block, radius=radius, causal=causal)
     plain = block_attention_reference(q, k, v, layout, block=block, radius=radius, causal=causal)
-    same(read_blocks(q, k, v, maps), plain, q, k, v)
+    near(read_blocks(q, k, v, maps), plain, q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +119,7 @@ def test_pairs_turned_on_load_and_back_before_the_store_equal_pairs_turned_befor
     maps, angles = blocks(layout, block=block, radius=radius), 3 * normal(sum(lengths), width // 2, seed=9)
     options = {"turns": turns(angles), "rotate_values": rotate_values}
     plain = block_attention_reference(q, k, v, layout, block=block, radius=radius, **options)
-    same(read_blocks(q, k, v, maps, angles, rotate_values), plain, q, k, v)
+    near(read_blocks(q, k, v, maps, angles, rotate_values), plain, q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +137,7 @@ def test_gdpa_equals_its_definition(
     k, v = packed(len(lengths) * keys, 1, width, 2, seed=8)
     k, v = (x.unflatten(0, (len(lengths), keys)) for x in (k, v))
     plain = gdpa_reference(q, k, v, layout, activation=activation, alpha=0.4, beta=0.5)
-    same(gdpa_tiles.attend(q, k, v, layout.offsets, activation, 0.4, 0.5), plain, q, k, v)
+    near(gdpa_tiles.attend(q, k, v, layout.offsets, activation, 0.4, 0.5), plain, q, k, v)
 
 
 def test_half_precision_differs_by_its_rounding_only() -> None:

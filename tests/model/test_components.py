@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from feature_store.ids import ABSENT
 from model.gem.encoder import PersonalizedFeedForward
@@ -25,36 +24,16 @@ from model.nn.interaction import (
     machines,
     machines_reference,
 )
-from model.nn.jagged import LONG, Jagged, jagged, newest, pad, reverse, unpad
+from model.nn.jagged import LONG, newest, pad, reverse, unpad
 from model.nn.norm import CACHED, layer_norm, rms_norm
 from model.nn.numeric import PiecewiseLinear
 from model.nn.pooling import HierarchicalSeedPooling, SumKronLinear, sum_kron_reference
 from model.nn.shape import DenseColumn, IdColumn
 from model.nn.time import gap_log, rotate, rote_angles, turns
+from tests.model.twins import assert_equal, layout_of
+from tests.model.twins import double as normal
 
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 128]), min_size=1, max_size=5)
-
-
-def layout_of(lengths: list[int]) -> Jagged:
-    return jagged(torch.tensor([0, *np.cumsum(lengths)]))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def same_gradients(fast: Tensor, plain: Tensor, *inputs: Tensor) -> None:
-    torch.testing.assert_close(fast, plain)
-    if not (fast.requires_grad and plain.requires_grad):  # no token at all
-        return
-    upstream = torch.randn_like(fast)
-    for a, b in zip(
-        torch.autograd.grad(fast, inputs, upstream, allow_unused=True),
-        torch.autograd.grad(plain, inputs, upstream, allow_unused=True),
-        strict=True,
-    ):
-        if a is not None and b is not None:
-            torch.testing.assert_close(a, b)
 
 
 @settings(max_examples=12, deadline=None)
@@ -65,7 +44,7 @@ def test_gdpa_equals_its_definition_in_values_and_gradients(lengths: list[int], 
         normal(*shape, seed=i).requires_grad_()
         for i, shape in enumerate([(total, 2, 4), (len(lengths), 3, 2, 4), (len(lengths), 3, 2, 4)])
     )
-    same_gradients(
+    assert_equal(
         gdpa(q, k, v, layout, activation=activation, beta=0.5),
         gdpa_reference(q, k, v, layout, activation=activation, beta=0.5),
         q, k, v,
@@ -93,7 +72,7 @@ def test_block_attention_equals_dense_attention_with_the_block_mask(
     layout = layout_of(lengths)
     q, k, v = (normal(sum(lengths), 2, 4, seed=i).requires_grad_() for i in range(3))
     maps = blocks(layout, block=block, radius=radius, causal=causal)
-    same_gradients(
+    assert_equal(
         block_attention(q, k, v, maps),
         block_attention_reference(q, k, v, layout, block=block, radius=radius, causal=causal),
         q, k, v,
@@ -121,7 +100,7 @@ def test_block_attention_turns_queries_and_keys_and_values_if_asked(
     layout, total = layout_of(lengths), sum(lengths)
     q, k, v = normal(total, 6, 4).requires_grad_().chunk(3, dim=1)
     options = {"turns": turns(3 * normal(total, 2, seed=1)), "rotate_values": rotate_values}
-    same_gradients(
+    assert_equal(
         block_attention(q, k, v, blocks(layout, block=block, radius=radius), **options),
         block_attention_reference(q, k, v, layout, block=block, radius=radius, **options),
         q, k, v,
@@ -154,7 +133,7 @@ def test_jagged_attention_equals_its_definition_and_stays_finite(lengths: list[i
     k, v = ((normal(sum(lengths), 2, 4, seed=i) * 8).requires_grad_() for i in (1, 2))
     fast = jagged_attention(q, k, v, layout)
     assert torch.isfinite(fast).all()
-    same_gradients(fast, jagged_attention_reference(q, k, v, layout), q, k, v)
+    assert_equal(fast, jagged_attention_reference(q, k, v, layout), q, k, v)
 
 
 @settings(max_examples=12, deadline=None)
@@ -165,7 +144,7 @@ def test_a_bias_of_keys_is_added_to_their_scores_whatever_the_query_and_learns(l
     k, v = (normal(sum(lengths), 2, 4, seed=i).requires_grad_() for i in (1, 2))
     bias = (4 * normal(sum(lengths), 2, seed=3)).requires_grad_()
     fast = jagged_attention(q, k, v, layout, bias)
-    same_gradients(fast, jagged_attention_reference(q, k, v, layout, bias), q, k, v, bias)
+    assert_equal(fast, jagged_attention_reference(q, k, v, layout, bias), q, k, v, bias)
     torch.testing.assert_close(jagged_attention(q, k, v, layout, bias + 7), fast)  # softmax forgets what all keys share
     torch.testing.assert_close(jagged_attention(q, k, v, layout, 0 * bias), jagged_attention(q, k, v, layout))
 
@@ -234,14 +213,14 @@ def test_the_factorization_machine_is_associative_and_of_degree_two() -> None:
 def test_factorization_machines_of_all_experts_equal_one_at_a_time(tokens: int, gram: bool) -> None:
     x, *ys = (normal(*shape, seed=i).requires_grad_() for i, shape in enumerate([(3, tokens, 5), (tokens, 2), (tokens, 2)]))
     assert gram_is_cheaper(tokens, 5, rank=2, count=2) == gram
-    same_gradients(torch.stack(machines(x, ys)), torch.stack(machines_reference(x, ys)), x, *ys)
+    assert_equal(torch.stack(machines(x, ys)), torch.stack(machines_reference(x, ys)), x, *ys)
 
 
 @pytest.mark.parametrize("combine", ["sum", "concat"])
 def test_linear_parts_in_one_product_equal_an_expert_at_a_time(combine: str) -> None:
     mixture = MixtureOfWukongExperts(5, 4, experts=2, factors=2, linear=4, rank=2, hidden=8, combine=combine).double()
     x = normal(3, 5, 4).requires_grad_()
-    same_gradients(mixture(x), mixture.forward_reference(x), x, *mixture.parameters())
+    assert_equal(mixture(x), mixture.forward_reference(x), x, *mixture.parameters())
 
 
 def test_one_expert_is_the_expert_and_concat_lays_tokens_side_by_side() -> None:
@@ -329,14 +308,14 @@ def test_attention_of_very_negative_scores_stays_finite() -> None:
 def test_normalizing_by_the_root_mean_square_has_the_gradient_of_its_formula() -> None:
     x = normal(5, 3, 8).requires_grad_()
     plain = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    same_gradients(rms_norm(x), plain, x)
+    assert_equal(rms_norm(x), plain, x)
     torch.testing.assert_close(rms_norm(x.detach()), plain.detach())
 
 
 def test_normalizing_many_rows_part_by_part_has_the_gradient_of_the_whole() -> None:
     x = normal(2500, 4, 16).requires_grad_()
     assert x.numel() > CACHED
-    same_gradients(rms_norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), x)
+    assert_equal(rms_norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), x)
 
 
 def test_long_sequences_have_buckets_of_their_own() -> None:
@@ -353,8 +332,8 @@ def test_long_and_equal_sequences_have_the_same_values_and_gradients(lengths: li
     q, k, v = (normal(total, 2, 4, seed=i).requires_grad_() for i in range(3))
     keys, values = (normal(len(lengths), 3, 2, 4, seed=i).requires_grad_() for i in (3, 4))
     seeds = normal(1, 3, 2, 4, seed=5).requires_grad_()
-    same_gradients(gdpa(q, keys, values, layout), gdpa_reference(q, keys, values, layout), q, keys, values)
-    same_gradients(jagged_attention(seeds, k, v, layout), jagged_attention_reference(seeds, k, v, layout), seeds, k, v)
+    assert_equal(gdpa(q, keys, values, layout), gdpa_reference(q, keys, values, layout), q, keys, values)
+    assert_equal(jagged_attention(seeds, k, v, layout), jagged_attention_reference(seeds, k, v, layout), seeds, k, v)
 
 
 def test_jagged_operations_have_the_gradients_that_differences_show() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,8 +13,8 @@ from torch import Tensor
 from model.kernels.activations import ACTIVATIONS, POLYNOMIAL_BOUND, Activation, runs
 from model.kernels.gdpa import LONG, gdpa, gdpa_reference
 from model.kernels.pffn_block import pffn_block, pffn_block_reference
-from model.nn.jagged import Jagged, jagged
 from model.nn.norm import layer_norm, rms_norm
+from tests.model.twins import assert_equal, layout_of
 
 LENGTHS = st.lists(st.sampled_from([0, 1, 63, 64, 65, 127, 128]), min_size=1, max_size=5)
 GROUPINGS = {
@@ -30,23 +29,11 @@ TAMED = 0.02
 """Factor of queries that keeps all scores within the bound of a polynomial."""
 
 
-def layout_of(lengths: list[int]) -> Jagged:
-    return jagged(torch.tensor([0, *np.cumsum(lengths)]))
-
-
 def inputs(lengths: list[int]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     few = (len(lengths), KEYS, HEADS, WIDTH)
     shapes = ((sum(lengths), HEADS, WIDTH), few, few)
     return [torch.randn(*s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
-
-
-def assert_same(fast: Tensor, plain: Tensor, given: list[Tensor]) -> None:
-    torch.testing.assert_close(fast, plain)
-    upstream = torch.randn_like(plain)
-    found, expected = (torch.autograd.grad(out, given, upstream) for out in (fast, plain))
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def tamed(q: Tensor, activation: str | tuple[str, ...]) -> Tensor:
@@ -58,11 +45,11 @@ def tamed(q: Tensor, activation: str | tuple[str, ...]) -> Tensor:
 def test_every_grouping_of_sequences_gives_the_definition(lengths: list[int], activation: str | tuple[str, ...]) -> None:
     layout, (q, k, v) = layout_of(lengths), inputs(lengths)
     read = tamed(q, activation)
-    assert_same(
+    assert_equal(
         gdpa(read, k, v, layout, activation=activation, alpha=0.7, beta=-2.0),
         gdpa_reference(read, k, v, layout, activation=activation, alpha=0.7, beta=-2.0),
-        [read, k, v],
-    )
+        read, k, v,
+    )  # fmt: skip
 
 
 @settings(max_examples=12, deadline=None)
@@ -72,8 +59,7 @@ def test_heads_of_different_activations_equal_their_definition_at_every_edge_of_
 ) -> None:
     layout, (q, k, v) = layout_of(lengths), inputs(lengths)
     plain = gdpa_reference(q, k, v, layout, activation=activation, beta=0.5)
-    if len(q):
-        assert_same(gdpa(q, k, v, layout, activation=activation, beta=0.5), plain, [q, k, v])
+    assert_equal(gdpa(q, k, v, layout, activation=activation, beta=0.5), plain, q, k, v)
 
 
 def test_a_head_of_several_activations_reads_what_it_reads_where_all_heads_have_its_own() -> None:
@@ -150,7 +136,7 @@ def test_the_block_equals_its_definition_at_every_edge_of_a_bucket(
         assert len(pffn_block(s, k, v, layout)) == 0
         return
     options = {"activation": activation, "alpha": 0.3, "beta": -0.7, "normalize": normalize}
-    assert_same(pffn_block(s, k, v, layout, **options), pffn_block_reference(s, k, v, layout, **options), [q, k, v])
+    assert_equal(pffn_block(s, k, v, layout, **options), pffn_block_reference(s, k, v, layout, **options), q, k, v)
 
 
 def test_the_scales_and_the_norm_of_queries_of_the_block_are_those_of_its_attention() -> None:
@@ -166,7 +152,7 @@ def test_the_scales_and_the_norm_of_queries_of_the_block_are_those_of_its_attent
 def test_the_block_is_the_same_for_every_grouping(lengths: list[int]) -> None:
     layout, (q, k, v) = layout_of(lengths), inputs(lengths)
     s = q.flatten(1)
-    assert_same(pffn_block(s, k, v, layout), pffn_block_reference(s, k, v, layout), [q, k, v])
+    assert_equal(pffn_block(s, k, v, layout), pffn_block_reference(s, k, v, layout), q, k, v)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

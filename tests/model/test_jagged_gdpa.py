@@ -18,7 +18,8 @@ from model.kernels.jagged_gdpa import (
     windowed_gdpa_flops,
     windowed_gdpa_reference,
 )
-from model.nn.jagged import LONG, Jagged, jagged
+from model.nn.jagged import LONG
+from tests.model.twins import assert_equal, double, layout_of
 
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 63, 64, 65, 127, 128]), min_size=1, max_size=4)
 HEADS, WIDTH, QUERIES = 2, 4, 3
@@ -26,25 +27,12 @@ FREE = sorted(set(ACTIVATIONS) - {"gelu_polynomial"})
 OF_HEADS = st.one_of(st.sampled_from(FREE), st.tuples(*[st.sampled_from(FREE)] * HEADS))
 
 
-def layout_of(lengths: list[int]) -> Jagged:
-    return jagged(torch.tensor([0, *np.cumsum(lengths)]))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+def learned(*shape: int, seed: int) -> Tensor:
+    return double(*shape, seed=seed).requires_grad_()
 
 
 def tokens(lengths: list[int]) -> list[Tensor]:
-    return [normal(sum(lengths), HEADS, WIDTH, seed=i) for i in range(3)]
-
-
-def assert_same(fast: Tensor, plain: Tensor, given: list[Tensor]) -> None:
-    torch.testing.assert_close(fast, plain)
-    if fast.numel():
-        upstream = torch.randn_like(plain)
-        for a, b in zip(*(torch.autograd.grad(out, given, upstream) for out in (fast, plain)), strict=True):
-            torch.testing.assert_close(a, b)
+    return [learned(sum(lengths), HEADS, WIDTH, seed=i) for i in range(3)]
 
 
 @settings(max_examples=20, deadline=None)
@@ -55,7 +43,7 @@ def test_a_window_equals_dense_scores_set_to_zero_outside_it(
     layout, (q, k, v) = layout_of(lengths), tokens(lengths)
     options = {"window": window, "activation": activation, "alpha": 0.7, "beta": -0.5}
     plain = windowed_gdpa_reference(q, k, v, layout, **options)
-    assert_same(windowed_gdpa(q, k, v, layout, **options), plain, [q, k, v])
+    assert_equal(windowed_gdpa(q, k, v, layout, **options), plain, q, k, v)
 
 
 @settings(max_examples=12, deadline=None)
@@ -64,17 +52,16 @@ def test_dense_queries_over_jagged_keys_equal_their_definition(
     lengths: list[int], shared: bool, activation: str | tuple[str, ...]
 ) -> None:
     layout, (_, k, v) = layout_of(lengths), tokens(lengths)
-    q = normal(1 if shared else len(lengths), QUERIES, HEADS, WIDTH, seed=5)
+    q = learned(1 if shared else len(lengths), QUERIES, HEADS, WIDTH, seed=5)
     plain = pooled_gdpa_reference(q, k, v, layout, activation=activation, alpha=0.3, beta=2.0)
     fast = pooled_gdpa(q, k, v, layout, activation=activation, alpha=0.3, beta=2.0)
-    if sum(lengths):
-        assert_same(fast, plain, [q, k, v])
+    assert_equal(fast, plain, q, k, v)
     assert fast.shape == (len(lengths), QUERIES, HEADS, WIDTH)
 
 
 def test_queries_shared_by_all_sequences_read_as_if_repeated_and_their_gradient_is_the_sum() -> None:
     lengths = [5, 0, LONG, 64]
-    layout, (_, k, v), q = layout_of(lengths), tokens(lengths), normal(1, QUERIES, HEADS, WIDTH, seed=5)
+    layout, (_, k, v), q = layout_of(lengths), tokens(lengths), learned(1, QUERIES, HEADS, WIDTH, seed=5)
     repeated = q.detach().expand(len(lengths), -1, -1, -1).clone().requires_grad_()
     once, many = (pooled_gdpa(x, k, v, layout) for x in (q, repeated))
     torch.testing.assert_close(once, many)
@@ -105,14 +92,14 @@ def test_the_scale_after_the_activation_multiplies_what_is_read() -> None:
     torch.testing.assert_close(
         windowed_gdpa(q, k, v, layout, window=2, beta=3.0), 3 * windowed_gdpa(q, k, v, layout, window=2)
     )
-    seeds = normal(1, QUERIES, HEADS, WIDTH, seed=5)
+    seeds = learned(1, QUERIES, HEADS, WIDTH, seed=5)
     torch.testing.assert_close(pooled_gdpa(seeds, k, v, layout, beta=3.0), 3 * pooled_gdpa(seeds, k, v, layout))
 
 
 @pytest.mark.parametrize("activation", FREE)
 def test_the_gradient_is_the_slope_of_the_value(activation: str) -> None:
     layout, (q, k, v) = layout_of([2, 0, 3]), tokens([2, 0, 3])
-    seeds = normal(1, 2, HEADS, WIDTH, seed=5)
+    seeds = learned(1, 2, HEADS, WIDTH, seed=5)
     window = lambda q, k, v: windowed_gdpa(q, k, v, layout, window=1, activation=activation)  # noqa: E731
     assert torch.autograd.gradcheck(window, (q, k, v))
     assert torch.autograd.gradcheck(lambda q, k, v: pooled_gdpa(q, k, v, layout, activation=activation), (seeds, k, v))

@@ -25,12 +25,9 @@ from model.kernels.norm_matmul import (
 from model.kernels.quantized_matmul import Recipe
 from model.training.precision import MxLinear
 from tests.model.test_triton_kernels import ROOT, compiled, needs_triton, stack_bytes
+from tests.model.twins import normal
 
 TOKENS = st.sampled_from([0, 1, 63, 64, 65, 127, 128, 1000])
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def both(

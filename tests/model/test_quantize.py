@@ -35,6 +35,7 @@ from model.kernels.quantized_matmul import (
     mx_matmul_reference,
     rotate,
 )
+from tests.model.twins import normal
 
 FORMATS = pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda f: f.name)
 SCALINGS = pytest.mark.parametrize("scaling", ["floor", "up"])
@@ -45,10 +46,6 @@ ULP = {"E4M3": 2.0**-4, "E5M2": 2.0**-3}
 
 def draw(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=draw(seed))
 
 
 def wild(*shape: int, seed: int = 0) -> Tensor:
