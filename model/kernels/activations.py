@@ -107,6 +107,16 @@ def runs(names: Sequence[str]) -> list[tuple[str, int, int]]:
     return out
 
 
+def launches(activation: str, heads: int) -> list[tuple[str, int, int]]:
+    """`runs` of activations as an operator is given them, side by side with commas: a kernel is compiled for one."""
+    return runs(per_head(activation.split(","), heads))
+
+
+def inner_scale(alpha: float | None, width: int) -> float:
+    """α, by default 1/√d."""
+    return width**-0.5 if alpha is None else alpha
+
+
 def activated(x: Tensor, names: Sequence[str], *, axis: int) -> Tensor:
     """What each head's activation makes of its share of x, heads along `axis`."""
     parts = [ACTIVATIONS[name].value(x.narrow(axis, first, count)) for name, first, count in runs(names)]

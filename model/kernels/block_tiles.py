@@ -11,7 +11,7 @@ T tokens packed over R sequences, H heads, d width of a head, D the power of two
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from model.kernels.gpu import (
+    Tiles,
     columns,
     jit,
     key_step,
+    like_inputs,
     load_tile,
     precision,
     query_step,
@@ -36,18 +38,8 @@ WIDEST_BLOCK = 64
 """Tokens of a block of which a program holds queries, keys, values and gradients; of longer ones none does."""
 
 
-class Tiles(NamedTuple):
-    """How a kernel cuts its work: one tile of BM places holds a block; BN tokens near it come at a time."""
-
-    BM: int
-    BN: int
-    D: int
-    num_warps: int
-    num_stages: int
-
-
 def forward_tiles(block: int, width: int) -> Tiles:
-    """Tiles of the forward kernel."""
+    """Tiles of the forward kernel: one of BM places holds a block; BN tokens near it come at a time."""
     rows, D = columns(block), columns(width)
     return Tiles(rows, rows, D, 4 if rows * D <= 64 * 64 else 8, 2)
 
@@ -137,22 +129,7 @@ def _(
     return q_THd.new_empty(q_THd.shape), lse
 
 
-@attend_backward.register_fake
-def _(
-    dout: Tensor,
-    q_THd: Tensor,
-    k_THd: Tensor,
-    v_THd: Tensor,
-    turns_Td: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    spans: Tensor,
-    block: int,
-    before: int,
-    after: int,
-    rotate_values: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q_THd.new_empty(q_THd.shape), k_THd.new_empty(k_THd.shape), v_THd.new_empty(v_THd.shape)
+attend_backward.register_fake(like_inputs)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

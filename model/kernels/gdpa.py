@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model.kernels import gdpa_tiles as gdpa_tiles  # registers torch.ops.gem.gdpa
-from model.kernels.activations import ACTIVATIONS, activated, per_head, runs
+from model.kernels.activations import ACTIVATIONS, activated, inner_scale, per_head, runs
 from model.kernels.gpu import alike, on_gpu
 from model.nn.jagged import Jagged, pad, unpad
 
@@ -52,7 +52,7 @@ def gdpa(
     names = per_head(activation, q_THd.shape[1])
     if not len(q_THd):
         return q_THd
-    scale, given = alpha if alpha is not None else 1 / math.sqrt(q_THd.shape[-1]), alike(q_THd, k_RMHd, v_RMHd)
+    scale, given = inner_scale(alpha, q_THd.shape[-1]), alike(q_THd, k_RMHd, v_RMHd)
     if on_gpu(*given):
         read: Tensor = torch.ops.gem.gdpa(*given, layout.offsets, ",".join(names), scale, beta)
         return read
@@ -213,7 +213,7 @@ def gdpa_reference(
 ) -> Tensor:
     """The definition, a sequence at a time."""
     names = per_head(activation, q_THd.shape[1])
-    scale = alpha if alpha is not None else 1 / math.sqrt(q_THd.shape[-1])
+    scale = inner_scale(alpha, q_THd.shape[-1])
     out = [q_THd[:0]]
     for row in range(layout.num_sequences):
         q = q_THd[layout.offsets[row] : layout.offsets[row + 1]]

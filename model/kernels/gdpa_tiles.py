@@ -13,16 +13,18 @@ queries and BN keys a tile.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from model.kernels.activations import curve, per_head, runs
+from model.kernels.activations import curve, launches
 from model.kernels.gpu import (
+    Tiles,
     columns,
     jit,
+    like_inputs,
     load_tile,
     longest_first,
     precision,
@@ -35,16 +37,6 @@ RUN = 8
 """Tiles of queries that share a load of the keys."""
 PROGRAMS = 264
 """Programs that keep a GPU busy; a batch of fewer sequences and heads shares the queries of each out."""
-
-
-class Tiles(NamedTuple):
-    """How a kernel cuts its work."""
-
-    BM: int
-    BN: int
-    D: int
-    num_warps: int
-    num_stages: int
 
 
 def forward_tiles(keys: int, width: int) -> Tiles:
@@ -67,7 +59,7 @@ def attend(
     if out.numel():
         cut = forward_tiles(keys, width)
         owner, firsts = tiles_of(offsets, total, RUN * cut.BM)
-        for name, first, count in _launches(activation, heads):
+        for name, first, count in launches(activation, heads):
             with torch.cuda.device_of(q_THd):
                 _forward_kernel[(len(owner), count)](
                     q_THd, k_RMHd, v_RMHd, out, offsets, owner, firsts, alpha, beta, *_strides(q_THd, k_RMHd, v_RMHd),
@@ -96,7 +88,7 @@ def attend_backward(
     dq = q_THd.new_empty((tiles, *q_THd.shape), dtype=torch.float32 if tiles > 1 else q_THd.dtype)
     dk, dv = (x.new_empty((parts, *x.shape), dtype=torch.float32 if parts > 1 else x.dtype) for x in (k_RMHd, v_RMHd))
     order = longest_first(offsets)
-    for name, first, count in _launches(activation, heads) if dk.numel() else ():
+    for name, first, count in launches(activation, heads) if dk.numel() else ():
         with torch.cuda.device_of(q_THd):
             _backward_kernel[(rows * parts, count, tiles)](
                 q_THd, k_RMHd, v_RMHd, dout, dq, dk, dv, offsets, order, alpha, beta,
@@ -104,11 +96,6 @@ def attend_backward(
                 KEYS=keys, ACTIVATION=name, WIDTH=width, PRECISION=precision(), **cut._asdict(),
             )  # fmt: skip
     return added(dq, q_THd), added(dk, k_RMHd), added(dv, v_RMHd)
-
-
-def _launches(activation: str, heads: int) -> list[tuple[str, int, int]]:
-    """(activation, first head, heads) of each launch: a kernel is compiled for one activation."""
-    return runs(per_head(activation.split(","), heads))
 
 
 def added(parts: Tensor, like: Tensor) -> Tensor:
@@ -123,18 +110,7 @@ def _(
     return q_THd.new_empty(q_THd.shape)
 
 
-@attend_backward.register_fake
-def _(
-    dout: Tensor,
-    q_THd: Tensor,
-    k_RMHd: Tensor,
-    v_RMHd: Tensor,
-    offsets: Tensor,
-    activation: str,
-    alpha: float,
-    beta: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q_THd.new_empty(q_THd.shape), k_RMHd.new_empty(k_RMHd.shape), v_RMHd.new_empty(v_RMHd.shape)
+attend_backward.register_fake(like_inputs)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

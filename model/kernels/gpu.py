@@ -11,14 +11,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "AVAILABLE", "WIDEST", "alike", "autocasts", "capability", "columns", "jit", "key_step", "load_tile", "longest_first", "on_gpu",
-    "precision", "query_step", "row_dots", "scales", "softmax_step", "store_tile", "tiles_of", "tl",
+    "AVAILABLE",
+    "WIDEST",
+    "Tiles",
+    "alike",
+    "autocasts",
+    "capability",
+    "columns",
+    "jit",
+    "key_step",
+    "like_inputs",
+    "load_tile",
+    "longest_first",
+    "on_gpu",
+    "precision",
+    "query_step",
+    "row_dots",
+    "scales",
+    "softmax_step",
+    "store_tile",
+    "tiles_of",
+    "tl",
 ]  # fmt: skip
 
 try:
@@ -30,6 +49,21 @@ except ImportError:
 AVAILABLE = triton is not None
 WIDEST = 256
 """Bytes of a head that tiles are chosen for: 128 bfloat16 or 64 float32; of wider ones the portable path takes care."""
+
+
+class Tiles(NamedTuple):
+    """How a kernel of attention cuts its work."""
+
+    BM: int
+    BN: int
+    D: int
+    num_warps: int
+    num_stages: int
+
+
+def like_inputs(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What a backward operator returns where there are no numbers: gradients of the shapes of its inputs."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def jit(kernel: Callable[..., Any]) -> Any:

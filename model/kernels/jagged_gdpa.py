@@ -15,7 +15,6 @@ R sequences, T tokens packed, Q dense queries a sequence, H heads, d width of a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from model.kernels import (
     jagged_gdpa_tiles as jagged_gdpa_tiles,  # registers torch.ops.gem.jagged_gdpa
 )
-from model.kernels.activations import activated, per_head
+from model.kernels.activations import activated, inner_scale, per_head
 from model.kernels.block_attention import blocks
 from model.kernels.gpu import alike, on_gpu
 from model.nn.jagged import Jagged, collect, pad, scatter, spread, unpad
@@ -62,7 +61,7 @@ def windowed_gdpa(
     Raises:
         ValueError: the window is negative, an activation unknown, or there are neither one nor H of them.
     """
-    names, scale = per_head(activation, q_THd.shape[1]), _scale(alpha, q_THd)
+    names, scale = per_head(activation, q_THd.shape[1]), inner_scale(alpha, q_THd.shape[-1])
     if window is not None and window < 0:
         raise ValueError(f"window is {window}; 0 reads a token itself, None the whole sequence")
     if not len(q_THd):
@@ -98,7 +97,7 @@ def pooled_gdpa(
     Raises:
         ValueError: an activation is unknown, or there are neither one nor H of them.
     """
-    names, scale = per_head(activation, q_RQHd.shape[2]), _scale(alpha, q_RQHd)
+    names, scale = per_head(activation, q_RQHd.shape[2]), inner_scale(alpha, q_RQHd.shape[-1])
     if on_gpu(q_RQHd, k_THd, v_THd):
         given = alike(q_RQHd, k_THd, v_THd)
         read: Tensor = torch.ops.gem.jagged_gdpa(*given, layout.offsets, -1, ",".join(names), scale, beta)
@@ -112,10 +111,6 @@ def pooled_gdpa(
         reads.append((hidden @ v.transpose(1, 2)).transpose(1, 2))
     order = torch.cat([bucket.rows for bucket in layout.buckets])
     return scatter(torch.cat(reads), order, layout.num_sequences)
-
-
-def _scale(alpha: float | None, q: Tensor) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if alpha is None else alpha
 
 
 def _by_sequences(
@@ -168,7 +163,7 @@ def windowed_gdpa_reference(
     beta: float = 1.0,
 ) -> Tensor:
     """The definition, a sequence at a time."""
-    out, names, scale = [q_THd[:0]], per_head(activation, q_THd.shape[1]), _scale(alpha, q_THd)
+    out, names, scale = [q_THd[:0]], per_head(activation, q_THd.shape[1]), inner_scale(alpha, q_THd.shape[-1])
     for first, last in zip(layout.offsets[:-1].tolist(), layout.offsets[1:].tolist(), strict=True):
         q, k, v = (x[first:last] for x in (q_THd, k_THd, v_THd))
         scores = scale * torch.einsum("ihd,jhd->hij", q, k)
@@ -190,7 +185,7 @@ def pooled_gdpa_reference(
     beta: float = 1.0,
 ) -> Tensor:
     """The definition, a sequence at a time."""
-    out, names, scale = [], per_head(activation, q_RQHd.shape[2]), _scale(alpha, q_RQHd)
+    out, names, scale = [], per_head(activation, q_RQHd.shape[2]), inner_scale(alpha, q_RQHd.shape[-1])
     for row, (first, last) in enumerate(zip(layout.offsets[:-1].tolist(), layout.offsets[1:].tolist(), strict=True)):
         scores = scale * torch.einsum("qhd,thd->hqt", q_RQHd[min(row, len(q_RQHd) - 1)], k_THd[first:last])
         out.append(beta * torch.einsum("hqt,thd->qhd", activated(scores, names, axis=0), v_THd[first:last]))

@@ -12,25 +12,25 @@ the keys are, or dense [R or 1, Q, H, d]; BM queries and BN keys a tile.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from model.kernels.activations import curve, per_head, runs
-from model.kernels.gpu import columns, jit, load_tile, precision, store_tile, tiles_of, tl
-
-
-class Tiles(NamedTuple):
-    """How a kernel cuts its work."""
-
-    BM: int
-    BN: int
-    D: int
-    num_warps: int
-    num_stages: int
+from model.kernels.activations import curve, launches
+from model.kernels.gpu import (
+    Tiles,
+    columns,
+    jit,
+    like_inputs,
+    load_tile,
+    precision,
+    store_tile,
+    tiles_of,
+    tl,
+)
 
 
 def query_tiles(queries: int, width: int) -> Tiles:
@@ -72,7 +72,7 @@ def attend_backward(
     _over_queries(dout, dq, q, k_THd, v_THd, offsets, window, activation, alpha, beta)
     (heads, width), cut = q.shape[-2:], key_tiles(q.shape[-3], q.shape[-1])
     owner, firsts = tiles_of(offsets, len(k_THd), cut.BN)
-    for name, first, count in _launches(activation, heads) if dk.numel() else ():
+    for name, first, count in launches(activation, heads) if dk.numel() else ():
         with torch.cuda.device_of(q):
             _key_kernel[(len(owner), count)](
                 q, k_THd, v_THd, dout, dk, dv, offsets, owner, firsts, alpha, beta, *_strides(q, k_THd, v_THd),
@@ -104,7 +104,7 @@ def _over_queries(
         tiles = -(-queries // cut.BM)
         program = torch.arange(rows * tiles, device=q.device)
         owner, firsts = program // max(1, tiles), program % max(1, tiles) * cut.BM
-    for name, first, count in _launches(activation, heads) if to.numel() else ():
+    for name, first, count in launches(activation, heads) if to.numel() else ():
         with torch.cuda.device_of(q):
             _query_kernel[(len(owner), count)](
                 q, k_THd, v_THd, to if dout is None else dout, to, offsets, owner, firsts, alpha, beta,
@@ -112,10 +112,6 @@ def _over_queries(
                 BACKWARD=dout is not None, JAGGED=jagged, WINDOWED=window >= 0, ACTIVATION=name, WIDTH=width,
                 PRECISION=precision(), **cut._asdict(),
             )  # fmt: skip
-
-
-def _launches(activation: str, heads: int) -> list[tuple[str, int, int]]:
-    return runs(per_head(activation.split(","), heads))
 
 
 def _shape(q: Tensor, offsets: Tensor) -> tuple[int, ...]:
@@ -129,19 +125,7 @@ def _(
     return q.new_empty(_shape(q, offsets))
 
 
-@attend_backward.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k_THd: Tensor,
-    v_THd: Tensor,
-    offsets: Tensor,
-    window: int,
-    activation: str,
-    alpha: float,
-    beta: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k_THd.new_empty(k_THd.shape), v_THd.new_empty(v_THd.shape)
+attend_backward.register_fake(like_inputs)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -12,13 +12,14 @@ power of two that holds it; BM queries and BN keys a tile.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from model.kernels.gpu import (
+    Tiles,
     capability,
     columns,
     jit,
@@ -37,16 +38,6 @@ from model.kernels.gpu import (
 
 PARTS = 64
 """Sums of shared queries' gradients kept apart until the end: enough programs for a GPU, the same on every one."""
-
-
-class Tiles(NamedTuple):
-    """How a kernel cuts its work."""
-
-    BM: int
-    BN: int
-    D: int
-    num_warps: int
-    num_stages: int
 
 
 def forward_tiles(queries: int, width: int) -> Tiles:

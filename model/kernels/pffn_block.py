@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model.kernels import pffn_tiles  # registers torch.ops.gem.pffn_block
-from model.kernels.activations import per_head
+from model.kernels.activations import inner_scale, per_head
 from model.kernels.gdpa import Kept, gdpa, gdpa_reference, products, products_backward
 from model.kernels.gpu import alike, autocasts, on_gpu
 from model.nn.jagged import Jagged
@@ -56,7 +56,7 @@ def pffn_block(
     names = per_head(activation, k_RMHd.shape[2])
     if not len(s_TD):
         return s_TD
-    scale = k_RMHd.shape[-1] ** -0.5 if alpha is None else alpha
+    scale = inner_scale(alpha, k_RMHd.shape[-1])
     if _fits(s_TD, k_RMHd, v_RMHd, names):
         given = (s_TD if s_TD.stride(1) == 1 else s_TD.contiguous(), *alike(k_RMHd, v_RMHd))
         fused: Tensor = torch.ops.gem.pffn_block(*given, layout.offsets, names[0], scale, beta, normalize)[0]

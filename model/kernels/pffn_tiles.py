@@ -24,8 +24,10 @@ from torch.utils.flop_counter import register_flop_formula
 from model.kernels.activations import curve
 from model.kernels.gdpa_tiles import PROGRAMS, added, forward_step
 from model.kernels.gpu import (
+    Tiles,
     columns,
     jit,
+    like_inputs,
     load_tile,
     longest_first,
     precision,
@@ -37,16 +39,6 @@ from model.kernels.gpu import (
 WIDEST_TOKEN = 512
 """D up to which the kernels are chosen; one goes over all heads of a tile."""
 MOST_KEYS = 256
-
-
-class Tiles(NamedTuple):
-    """How a kernel cuts its work."""
-
-    BM: int
-    BN: int
-    D: int
-    num_warps: int
-    num_stages: int
 
 
 class Rows(NamedTuple):
@@ -154,11 +146,7 @@ def _(
     return s_TD.new_empty(s_TD.shape), s_TD.new_empty((3, len(s_TD)), dtype=torch.float32)
 
 
-@block_backward.register_fake
-def _(
-    dout: Tensor, s_TD: Tensor, k_RMHd: Tensor, v_RMHd: Tensor, out: Tensor, kept: Tensor, offsets: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return s_TD.new_empty(s_TD.shape), k_RMHd.new_empty(k_RMHd.shape), v_RMHd.new_empty(v_RMHd.shape)
+block_backward.register_fake(like_inputs)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
