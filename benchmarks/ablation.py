@@ -21,20 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import finish, parser
+from benchmarks.learning import against
+from benchmarks.measure import finish, names_of, parser
 from benchmarks.trials import OBJECTIVE, WORLD, Trial, Trials
 from feature_store.layout import Layout
 from feature_store.spec import Spec, load_spec
 from feature_store.world import WorldConfig
 from model.gem.config import EventConfig, GemConfig
-from model.gem.encoder import KunlunLayer, PersonalizedFeedForward, StreamLayer
+from model.gem.encoder import KunlunLayer, StreamLayer
 from model.gem.encoder import Sequence as Events
 from model.gem.foundation import FoundationModel
-from model.kernels.gdpa import gdpa
 from model.kernels.jagged_attention import jagged_attention
 from model.nn.jagged import Jagged
-from model.nn.norm import layer_norm, rms_norm
-from model.training.evaluate import POOLED, Predictions, compare
+from model.nn.norm import rms_norm
+from model.training.evaluate import POOLED
 from model.training.metrics import Undefined
 
 Part = TypeVar("Part", bound=nn.Module)
@@ -66,7 +66,7 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         trials = Trials(options.runs or Path(folder), QUICK if options.quick else SIZE)
-        names = [name for name in VARIANTS if not options.variants or name in options.variants.split(",")]
+        names = [name for name in VARIANTS if name == WHOLE or name in options.variants]
         seeds = range(1 if options.quick else options.seeds)
         runs: dict[str, list[Trial]] = {name: [] for name in names}
         for seed in seeds:  # seed by seed: a stopped benchmark has comparable runs of all
@@ -86,20 +86,23 @@ def _options() -> argparse.Namespace:
     made = parser(__doc__.split("\n", 1)[0] if __doc__ else "")
     made.add_argument("--runs", type=Path, help="folder that keeps runs; without it nothing is kept")
     made.add_argument("--seeds", type=int, default=3, help="runs of each variant")
-    made.add_argument("--variants", help=f"names, separated by commas; all if not given: {', '.join(VARIANTS)}")
+    every = ",".join(VARIANTS)
+    made.add_argument("--variants", type=names_of(VARIANTS), default=every, help="set against the whole model, separated by commas")
     return made.parse_args()
 
 
 def _compared(
     trials: Trials, runs: Mapping[str, Sequence[Trial]]
 ) -> tuple[list[list[object]], list[dict[str, object]]]:
-    base = _ensemble(trials, runs[WHOLE])
-    spec, rows, cells = trials.replay.spec, [], []
+    base = [trials.predictions(run) for run in runs[WHOLE]]
+    spec = trials.replay.spec
+    rows: list[list[object]] = []
+    cells: list[dict[str, object]] = []
     for name, own in runs.items():
-        found = compare(_ensemble(trials, own), base, spec.surfaces, spec.objectives)[POOLED, OBJECTIVE]
-        low, high = (None if isinstance(end, Undefined) else float(end) for end in (found.low, found.high))
+        made = [trials.predictions(run) for run in own]
+        found = against(made, base, spec.surfaces, spec.objectives)[POOLED, OBJECTIVE]
+        worth, low, high = (None if isinstance(end, Undefined) else float(end) for end in (found.difference, found.low, found.high))
         ne = [run.ne for run in own]
-        worth = float(np.median([run.ne - whole.ne for run, whole in zip(own, runs[WHOLE], strict=True)]))
         speed = float(np.median([run.rows / run.seconds for run in own]))
         shown = "–" if name == WHOLE or low is None else f"{low:+.4f} … {high:+.4f}"
         flops = own[0].flops if VARIANTS[name].counted else None
@@ -109,12 +112,6 @@ def _compared(
         ])  # fmt: skip
         cells.append({"variant": name, "ne": ne, "minus_whole": worth, "low": low, "high": high, "flops": flops, "speed": speed})
     return rows, cells
-
-
-def _ensemble(trials: Trials, runs: Sequence[Trial]) -> Predictions:
-    """Mean probability over seeds: what intervals over users compare."""
-    made = [trials.predictions(run) for run in runs]
-    return made[0]._replace(probabilities_NK=np.mean([one.probabilities_NK for one in made], axis=0))
 
 
 def configured(layout: Layout, **changes: object) -> FoundationModel:
@@ -154,15 +151,6 @@ def pooled_by_attention(layout: Layout) -> FoundationModel:
     model = configured(layout)
     for layer in _of(model, KunlunLayer):
         layer.poolings = nn.ModuleList(PooledByAttention(CONFIG) for _ in layer.poolings)
-    return model
-
-
-def linear_pffn(layout: Layout) -> FoundationModel:
-    """GDPA without its activation: the per-request weights are one matrix, not two with a bend between."""
-    model = configured(layout)
-    for stream in _of(model, StreamLayer):
-        if stream.pffn is not None:
-            stream.pffn = LinearPffn(CONFIG.width, CONFIG.heads)
     return model
 
 
@@ -225,18 +213,6 @@ class PooledByAttention(nn.Module):
         return rms_norm(self.out(jagged_attention(seeds, k, v, layout).flatten(2)) + self.seeds)
 
 
-class LinearPffn(PersonalizedFeedForward):
-    """The same block around a product without an activation."""
-
-    def forward(self, s_TD: Tensor, summary_RMD: Tensor, layout: Jagged) -> Tensor:
-        """[T, D]"""
-        normal = layer_norm(s_TD)
-        k = rms_norm(self.key(summary_RMD).unflatten(-1, (self.heads, -1)))
-        v = self.value(summary_RMD).unflatten(-1, (self.heads, -1))
-        q = rms_norm(normal.view(len(normal), self.heads, -1))
-        return rms_norm(gdpa(q, k, v, layout, activation="identity").flatten(1) + normal) + s_TD
-
-
 WHOLE = "bidirectional"
 VARIANTS: dict[str, Variant] = {
     WHOLE: Variant(configured, counted=True),
@@ -244,7 +220,7 @@ VARIANTS: dict[str, Variant] = {
     "separate": Variant(separate, "+, more than one-way"),
     "sole": Variant(sole, "+, most"),
     "PMA for HSP": Variant(pooled_by_attention, "+0.08 %"),
-    "linear PFFN": Variant(linear_pffn, "+0.04 %"),
+    "linear PFFN": Variant(partial(configured, pffn_activations=("identity",)), "+0.04 %", counted=True),
     "full attention": Variant(partial(configured, block=LONGEST, radius=0), "≈ (0.02 %)", counted=True),
     "no CompSkip": Variant(partial(configured, schedule="full"), "≈ (0.02 %)", counted=True),
     "candidate context": Variant(partial(configured, pffn_context="candidate"), "none: our own choice", counted=True),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,26 +19,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
-import torch
 
+from benchmarks.learning import Make, Scored, begun, learner_of, scorer
 from benchmarks.logs import DATASETS
-from benchmarks.measure import finish, parser
+from benchmarks.measure import finish, names_of, parser
 from feature_store.batch import FeatureBatch, Targets
 from feature_store.layout import Layout
 from feature_store.spec import load_spec
-from model.baselines.frame import Baseline
 from model.baselines.presets import PRESETS
-from model.gem.batch import Batch
 from model.gem.config import GemConfig
 from model.gem.foundation import FoundationModel
-from model.training.base_rates import base_logits
 from model.training.evaluate import predict
 from model.training.fitting import FitConfig, fit
-from model.training.learner import Learner
-from model.training.loss import Sums, masked_bce
 from model.training.metrics import auc
 from model.training.optimizers import OptimizerConfig
-from model.training.parallel import Processes
 from model.training.quarantine import Quarantine
 
 PUBLISHED = {"DCN-V2": 0.9845, "FinalNet": 0.9857, "FinalMLP": 0.9861}
@@ -49,7 +42,6 @@ COLUMNS = ("user", *CONTEXT, "item")
 NEGATIVES, PATIENCE, BATCH, QUICK = 2, 2, 512, 3_000
 MOST_PASSES = 30
 Ints = npt.NDArray[np.int64]
-Scored = FoundationModel | Baseline
 
 
 class Rows(NamedTuple):
@@ -72,9 +64,10 @@ def main() -> None:
     made = parser(__doc__.split("\n", 1)[0] if __doc__ else "")
     made.add_argument("--source", type=Path, required=True, help="folder of the Parquet files")
     made.add_argument("--seeds", type=int, default=5, help="runs of every model; the drawn negatives differ too")
-    made.add_argument("--models", default="foundation,wukong,dcnv2", help=f"foundation, or one of {', '.join(PRESETS)}")
+    known = names_of(["foundation", *PRESETS])
+    made.add_argument("--models", type=known, default="foundation,wukong,dcnv2", help=f"rows of the table; also {', '.join(PRESETS)}")
     options = made.parse_args()
-    cells = [_cell(name, options) for name in options.models.split(",")]
+    cells = [_cell(name, options) for name in options.models]
     rows: list[list[object]] = [[cell[key] for key in ("model", "auc", "low", "high", "passes")] for cell in cells]
     rows += [[f"{name} (published)", value, None, None, None] for name, value in PUBLISHED.items()]
     result = {"benchmark": "test AUC on Frappe", "cells": cells, "published": PUBLISHED, "quick": options.quick}
@@ -141,14 +134,11 @@ def _table(path: Path, columns: tuple[str, ...]) -> Ints:
     return np.stack([table[name].to_numpy() for name in columns], axis=1).astype(np.int64)
 
 
-def _run(make: Callable[[Layout], Scored], layout: Layout, parts: dict[str, Rows], seed: int, *, most: int) -> tuple[float, int]:
+def _run(make: Make, layout: Layout, parts: dict[str, Rows], seed: int, *, most: int) -> tuple[float, int]:
     """(test AUC of the pass that was best on the validation rows, that pass)."""
-    torch.manual_seed(seed)
-    model, train = make(layout), parts["train"]
-    samples = [train.batch(np.arange(len(train)))]
-    model.fit_statistics(batch for batch, _ in samples)
-    model.start_at(base_logits(samples, 1))
-    learner = Learner(model, _Task(model), OptimizerConfig(dense_rate=1e-3, final_share=1.0), Processes(), seed=seed)
+    train = parts["train"]
+    model = begun(make, layout, [train.batch(np.arange(len(train)))], seed)
+    learner = learner_of(model, seed, OptimizerConfig(dense_rate=1e-3, final_share=1.0))
     steps = -(-len(train) // BATCH)
     best = (0.0, 0.0, 0)
     for number in range(1, most + 1):
@@ -160,31 +150,8 @@ def _run(make: Callable[[Layout], Scored], layout: Layout, parts: dict[str, Rows
     return best[1], best[2]
 
 
-class _Task:
-    """Cross entropy of the one objective."""
-
-    def __init__(self, model: Scored) -> None:
-        self._model = model
-        self.weights: Mapping[str, tuple[float, ...]] = {"task": (1.0,)}
-
-    def __call__(self, batch: FeatureBatch, targets: Targets) -> dict[str, Sums]:
-        labels, mask = torch.from_numpy(targets.labels), torch.from_numpy(targets.label_mask)
-        return {"task": masked_bce(_logits(self._model, batch), labels, mask)}
-
-
-def _logits(model: Scored, batch: FeatureBatch) -> torch.Tensor:
-    made = model(Batch.from_numpy(batch))
-    return made if isinstance(made, torch.Tensor) else made.logits_NK
-
-
 def _auc(model: Scored, rows: Rows) -> float:
-    model.eval()
-
-    def score(batch: FeatureBatch) -> npt.NDArray[np.float32]:
-        with torch.inference_mode():
-            return np.asarray(_logits(model, batch).numpy(), dtype=np.float32)
-
-    said = predict(score, rows, batch_requests=4096)
+    said = predict(scorer(model), rows, batch_requests=4096)
     value = auc(said.probabilities_NK[:, 0], said.labels_NK[:, 0])
     assert isinstance(value, float), "both labels occur"
     return value

@@ -13,7 +13,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -73,6 +73,19 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="a size for checking shape, not figures; under 3 minutes")
     made.add_argument("--json", type=Path, metavar="OUT", help="write the result here")
     return made
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an option that takes some of the known names, separated by commas."""
+    known = list(known)
+
+    def split(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))} is not known; choose of {', '.join(known)}")
+        return found
+
+    return split
 
 
 def machine() -> dict[str, object]:

@@ -19,22 +19,21 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from benchmarks.learning import TaskCriterion, against, begun, learner_of, scorer
 from benchmarks.measure import finish, parser
-from feature_store.batch import FeatureBatch, Targets
 from feature_store.replay import Replay
 from feature_store.spec import load_spec
 from feature_store.tables import Tables
 from feature_store.world import DAY_MS, START_MS, WorldConfig, generate
-from model.gem.batch import Batch
 from model.gem.foundation import FoundationModel
 from model.kernels.quantize import (
     BLOCK,
@@ -47,14 +46,9 @@ from model.kernels.quantize import (
     quantize,
 )
 from model.kernels.quantized_matmul import Recipe, hadamard, rotate
-from model.training.base_rates import base_logits
-from model.training.evaluate import POOLED, Predictions, compare, evaluate, predict
+from model.training.evaluate import POOLED, Predictions, evaluate, predict
 from model.training.fitting import FitConfig, fit
-from model.training.learner import Learner
-from model.training.loss import Sums, masked_bce
 from model.training.metrics import Undefined
-from model.training.optimizers import OptimizerConfig
-from model.training.parallel import Processes
 from model.training.precision import from_mx, to_mx
 from model.training.quarantine import Quarantine
 from model.training.rows import ReplayRows
@@ -114,18 +108,6 @@ VARIANTS = (
 )
 
 
-class _TaskCriterion:
-    """Masked cross entropy of the foundation model's logits."""
-
-    def __init__(self, model: FoundationModel) -> None:
-        self._model = model
-        self.weights: Mapping[str, tuple[float, ...]] = {"task": (1.0,) * len(model.shape.objectives)}
-
-    def __call__(self, batch: FeatureBatch, targets: Targets) -> Mapping[str, Sums]:
-        logits = self._model(Batch.from_numpy(batch)).logits_NK
-        return {"task": masked_bce(logits, torch.from_numpy(targets.labels), torch.from_numpy(targets.label_mask))}
-
-
 class World:
     """Days to train on, and later days to score."""
 
@@ -150,11 +132,11 @@ def main() -> None:
             for arm, recipe in {FLOAT: None, **ARMS}.items():
                 start = time.monotonic()
                 model = _trained(world, recipe, seed, options)
-                runs[arm].append(_score(model, world))
+                runs[arm].append(predict(scorer(model), world.test))
                 if recipe is None:
                     errors = errors or _errors(model, world)  # of the first seed
                     to_mx(model, Recipe(square=False))
-                    runs[READ].append(_score(model, world))
+                    runs[READ].append(predict(scorer(model), world.test))
                 print(f"seed {seed}, {arm}: {time.monotonic() - start:.0f} s", flush=True)  # a benchmark prints
         cells = list(_training_cells(runs, world, draws=100 if options.quick else 1000))
     _report(errors, cells, world, options)
@@ -175,26 +157,13 @@ def _options() -> argparse.Namespace:
 
 def _trained(world: World, recipe: Recipe | None, seed: int, options: argparse.Namespace) -> FoundationModel:
     """A model after one pass over the training days; first weights, batches and dropout are the same for every recipe."""
-    torch.manual_seed(seed)
-    model = FoundationModel(preset(options.preset), world.replay.layout)
-    samples = world.train.samples(20_000)
-    model.fit_statistics(batch for batch, _ in samples)
-    model.start_at(base_logits(samples, len(world.replay.spec.surfaces)))
+    make = partial(FoundationModel, preset(options.preset))
+    model = begun(make, world.replay.layout, world.train.samples(20_000), seed)
     if recipe is not None:
         to_mx(model, recipe)
-    learner = Learner(model, _TaskCriterion(model), OptimizerConfig(), Processes(), seed=seed)
     how = FitConfig(batch_requests=options.batch, seed=seed)
-    fit(learner, world.train, how, quarantine=Quarantine(world.replay.layout))
+    fit(learner_of(model, seed), world.train, how, quarantine=Quarantine(world.replay.layout))
     return model.eval()
-
-
-def _score(model: FoundationModel, world: World) -> Predictions:
-    def score(batch: FeatureBatch) -> npt.NDArray[np.float32]:
-        with torch.inference_mode():
-            logits: npt.NDArray[np.float32] = model(Batch.from_numpy(batch)).logits_NK.numpy()
-            return logits
-
-    return predict(score, world.test)
 
 
 def _errors(model: FoundationModel, world: World) -> list[dict[str, Any]]:
@@ -225,7 +194,7 @@ def _operands(model: FoundationModel, world: World) -> Mapping[str, list[Tensor]
     names = to_mx(model, Recipe())
     from_mx(model)
     handles = [model.get_submodule(name).register_forward_hook(keep) for name in names]
-    sums = _TaskCriterion(model)(*world.test.batch(np.arange(min(_PROBE, len(world.test)))))["task"]
+    sums = TaskCriterion(model)(*world.test.batch(np.arange(min(_PROBE, len(world.test)))))["task"]
     torch.autograd.backward(sums.loss_K.sum() / sums.weight_K.sum())
     model.zero_grad(set_to_none=True)
     for handle in handles:
@@ -246,7 +215,7 @@ def _training_cells(
     spec = world.replay.spec
     for arm, made in runs.items():
         measured = [evaluate(run, spec.surfaces, spec.objectives) for run in made]
-        between = compare(made[0], runs[FLOAT][0], spec.surfaces, spec.objectives, num_draws=draws)
+        between = against(made, runs[FLOAT], spec.surfaces, spec.objectives, num_draws=draws)
         for objective in spec.objectives:
             interval = None if arm == FLOAT else between[POOLED, objective]
             yield {

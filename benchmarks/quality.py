@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -22,10 +21,10 @@ from typing import Any
 import lightgbm
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from benchmarks.learning import against, begun, learner_of, scorer
 from benchmarks.logs import LOGS, Log
-from benchmarks.measure import finish, parser
+from benchmarks.measure import finish, names_of, parser
 from feature_store.batch import FeatureBatch, Targets
 from feature_store.layout import Layout
 from feature_store.replay import Replay
@@ -33,23 +32,15 @@ from feature_store.splits import Splits
 from feature_store.tables import Tables
 from model.baselines.frame import Baseline
 from model.baselines.presets import PRESETS
-from model.gem.batch import Batch
-from model.training.base_rates import base_logits
 from model.training.evaluate import (
     POOLED,
     Predictions,
     SliceMetrics,
-    compare,
-    concatenate,
     evaluate,
     predict,
 )
 from model.training.fitting import FitConfig, fit
-from model.training.learner import Learner
-from model.training.loss import Sums, masked_bce
-from model.training.metrics import Interval, Undefined, mrr
-from model.training.optimizers import OptimizerConfig
-from model.training.parallel import Processes
+from model.training.metrics import Undefined, mrr
 from model.training.quarantine import Quarantine
 from model.training.rows import ReplayRows
 from model.training.trainer import RunConfig, train
@@ -103,7 +94,8 @@ def _options() -> argparse.Namespace:
     made.add_argument("--seeds", type=int, default=3, help="runs of every neural model")
     made.add_argument("--preset", default="model.gem.presets:public_s", help="foundation model")
     made.add_argument("--epochs", type=int, default=2, help="passes of a neural model over the training rows, in order of time as the trainer makes them")
-    made.add_argument("--models", default="rate,lightgbm,din,foundation", help=f"rows of the table; also {', '.join(PRESETS)}")
+    known = names_of(["rate", "lightgbm", *PRESETS, "foundation"])
+    made.add_argument("--models", type=known, default="rate,lightgbm,din,foundation", help=f"rows of the table; also {', '.join(PRESETS)}")
     made.add_argument("--keep", type=Path, help="folder that keeps the imported tables and every run, so that the same command goes on where it was stopped")
     return made.parse_args()
 
@@ -130,7 +122,7 @@ def _models(options: argparse.Namespace) -> Mapping[str, Fit]:
         **{name: partial(_neural, made, options=options) for name, made in PRESETS.items()},
         "foundation": lambda split, seed: _foundation(split, seed, options),
     }
-    return {name: known[name] for name in options.models.split(",")}
+    return {name: known[name] for name in options.models}
 
 
 def _seeds(name: str, run: Fit, split: Split, options: argparse.Namespace) -> list[Predictions]:
@@ -208,38 +200,11 @@ class _Codes:
         return np.concatenate([batch.user_ids[:, 1:], batch.ad_ids[:, 1:]], axis=1)
 
 
-class _TaskCriterion:
-    """Masked cross entropy of a model that returns logits."""
-
-    def __init__(self, model: torch.nn.Module, objectives: int) -> None:
-        self._model = model
-        self.weights: Mapping[str, tuple[float, ...]] = {"task": (1.0,) * objectives}
-
-    def __call__(self, batch: FeatureBatch, targets: Targets) -> Mapping[str, Sums]:
-        logits = self._model(Batch.from_numpy(batch))
-        return {"task": masked_bce(logits, torch.from_numpy(targets.labels), torch.from_numpy(targets.label_mask))}
-
-
 def _neural(made: Callable[[Layout], Baseline], split: Split, seed: int, options: argparse.Namespace) -> Predictions:
-    torch.manual_seed(seed)
-    model = made(split.replay.layout)
-    samples = split.train.samples(20_000)
-    model.fit_statistics(batch for batch, _ in samples)
-    model.start_at(base_logits(samples, len(split.replay.spec.surfaces)))
-    criterion = _TaskCriterion(model, len(split.replay.spec.objectives))
-    learner = Learner(model, criterion, OptimizerConfig(), Processes(), seed=seed)
-    fit(
-        learner, split.train, FitConfig(batch_requests=BATCH, epochs=options.epochs, seed=seed),
-        quarantine=Quarantine(split.replay.layout),
-    )  # fmt: skip
-    model.eval()
-
-    def score(batch: FeatureBatch) -> npt.NDArray[np.float32]:
-        with torch.inference_mode():
-            made: npt.NDArray[np.float32] = model(Batch.from_numpy(batch)).numpy()
-            return made
-
-    return predict(score, split.test)
+    model = begun(made, split.replay.layout, split.train.samples(20_000), seed)
+    config = FitConfig(batch_requests=BATCH, epochs=options.epochs, seed=seed)
+    fit(learner_of(model, seed), split.train, config, quarantine=Quarantine(split.replay.layout))
+    return predict(scorer(model), split.test)
 
 
 def _foundation(split: Split, seed: int, options: argparse.Namespace) -> Predictions:
@@ -256,21 +221,13 @@ def _predictions(split: Split, probabilities: npt.NDArray[np.floating[Any]]) -> 
     return blank._replace(probabilities_NK=np.asarray(probabilities, dtype=np.float64))
 
 
-def against(runs: list[Predictions], rival: list[Predictions], split: Split, *, quick: bool) -> Mapping[tuple[str, str], Interval]:
-    """Intervals of the mean NE of some runs minus that of a rival's: rows of all seeds side by side, users drawn with all of theirs."""
-    count = math.lcm(len(runs), len(rival))
-    ours, theirs = (concatenate(made * (count // len(made))) for made in (runs, rival))
-    spec = split.replay.spec
-    return compare(ours, theirs, spec.surfaces, spec.objectives, num_draws=200 if quick else 1000)
-
-
 def _report(
     split: Split, runs: Mapping[str, list[Predictions]], options: argparse.Namespace
 ) -> tuple[list[str], list[list[object]], dict[str, Any]]:
     log, spec = split.log, split.replay.spec
     measured = {name: [evaluate(run, spec.surfaces, spec.objectives) for run in made] for name, made in runs.items()}
     versus = {
-        name: against(made, runs["lightgbm"], split, quick=options.quick)
+        name: against(made, runs["lightgbm"], spec.surfaces, spec.objectives, num_draws=200 if options.quick else 1000)
         for name, made in runs.items()
         if name != "lightgbm" and "lightgbm" in runs
     }

@@ -22,8 +22,9 @@ import numpy.typing as npt
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmarks.learning import Make
 from benchmarks.measure import finish, parser
-from benchmarks.trials import Make, Trial, Trials
+from benchmarks.trials import Trial, Trials
 from feature_store.world import WorldConfig
 from model.baselines.interformer import InterFormerConfig, InterFormerNetwork
 from model.gem.config import GemConfig

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +16,9 @@ from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
-from feature_store.batch import FeatureBatch, Targets
-from feature_store.layout import Layout
+from benchmarks.learning import Make, Scored, begun, learner_of, scorer
+from feature_store.batch import FeatureBatch
 from feature_store.replay import Replay
 from feature_store.spec import load_spec
 from feature_store.tables import Tables
@@ -29,24 +26,15 @@ from feature_store.world import DAY_MS, START_MS, WorldConfig, generate
 from model.baselines import frame
 from model.baselines.frame import Baseline
 from model.gem import flops
-from model.gem.batch import Batch
-from model.gem.foundation import FoundationModel
 from model.training import metrics
-from model.training.base_rates import base_logits
 from model.training.evaluate import Predictions, predict
 from model.training.fitting import FitConfig, fit
-from model.training.learner import Learner
-from model.training.loss import Sums, masked_bce
 from model.training.metrics import Undefined
-from model.training.optimizers import OptimizerConfig
-from model.training.parallel import Processes
 from model.training.quarantine import Quarantine
 from model.training.rows import ReplayRows
 
 WORLD = Path(__file__).resolve().parents[1] / "feature_store/datasets/world.yaml"
 OBJECTIVE = "click"
-Scored = FoundationModel | Baseline
-Make = Callable[[Layout], Scored]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +113,11 @@ class Trials:
         return blank._replace(probabilities_NK=np.load(self._folder / f"{trial.name}-{trial.seed}.npy"))
 
     def _trained(self, name: str, seed: int, make: Make) -> tuple[Trial, Predictions]:
-        torch.manual_seed(seed)
-        model = make(self.replay.layout)
-        samples = self._train.samples(10_000)
-        model.fit_statistics(batch for batch, _ in samples)
-        model.start_at(base_logits(samples, len(self.replay.spec.surfaces)))
+        model = begun(make, self.replay.layout, self._train.samples(10_000), seed)
         start = perf_counter()
         self._fit(model, seed)
         seconds = perf_counter() - start
-        predictions = predict(_score(model), self._test)
+        predictions = predict(scorer(model), self._test)
         k = self.replay.spec.objectives.index(OBJECTIVE)
         p, labels = predictions.probabilities_NK[:, k], predictions.labels_NK[:, k]
         sample, _ = self._test.batch(np.arange(min(2048, len(self._test))))
@@ -144,44 +128,13 @@ class Trials:
         return trial, predictions
 
     def _fit(self, model: Scored, seed: int) -> None:
-        criterion = _Criterion(model, len(self.replay.spec.objectives))
-        learner = Learner(model, criterion, OptimizerConfig(), Processes(), seed=seed)
         config = FitConfig(batch_requests=self.batch, window_requests=200_000, seed=seed)
-        fit(learner, self._train, config, quarantine=Quarantine(self.replay.layout))
-        model.eval()
-
-
-class _Criterion:
-    """Masked cross entropy of all objectives alike."""
-
-    def __init__(self, model: Scored, objectives: int) -> None:
-        self._model = model
-        self.weights: Mapping[str, tuple[float, ...]] = {"task": (1.0,) * objectives}
-
-    def __call__(self, batch: FeatureBatch, targets: Targets) -> Mapping[str, Sums]:
-        mask = torch.from_numpy(targets.label_mask)
-        return {"task": masked_bce(logits(self._model, batch), torch.from_numpy(targets.labels), mask)}
-
-
-def logits(model: nn.Module, batch: FeatureBatch) -> torch.Tensor:
-    """[N, K] of either kind of model."""
-    out = model(Batch.from_numpy(batch))
-    made: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits_NK
-    return made
+        fit(learner_of(model, seed), self._train, config, quarantine=Quarantine(self.replay.layout))
 
 
 def forward_flops(model: Scored, batch: FeatureBatch) -> float:
     """Of a batch, over actual lengths."""
     return frame.forward_flops(model, batch) if isinstance(model, Baseline) else flops.forward_flops(model, batch)
-
-
-def _score(model: Scored) -> Callable[[FeatureBatch], npt.NDArray[np.float32]]:
-    def score(batch: FeatureBatch) -> npt.NDArray[np.float32]:
-        with torch.inference_mode():
-            made: npt.NDArray[np.float32] = logits(model, batch).numpy()
-            return made
-
-    return score
 
 
 def _number(value: float | Undefined) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -15,9 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.frappe import COLUMNS, NEGATIVES, with_negatives
+from benchmarks.learning import against
+from benchmarks.measure import names_of
 from benchmarks.scaling import law, slope_ratio
 from benchmarks.trials import Trial
 from model.baselines.presets import PRESETS
+from model.training.evaluate import Predictions
+from model.training.metrics import ne
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = Path(os.environ.get("GEM_DATA", ROOT.parent / "shared" / "data"))
@@ -123,6 +128,27 @@ def test_the_frappe_benchmark_sets_models_beside_the_published_figures(tmp_path:
     assert isinstance(cells, list)
     assert {cell["model"] for cell in cells} == {"foundation", "wukong", "dcnv2"}
     assert all(0.5 < cell["low"] <= cell["auc"] <= cell["high"] < 1 for cell in cells)
+
+
+def test_an_interval_is_of_the_mean_of_all_seeds() -> None:
+    random = np.random.default_rng(5)
+    labels = (random.random((400, 1)) < 0.4).astype(np.float64)
+    blank = Predictions(
+        labels, labels, np.ones((400, 1), np.bool_), np.zeros(400, np.int64), np.arange(400) // 4, np.zeros(400, "V16")
+    )
+    seeds = [blank._replace(probabilities_NK=0.2 + 0.3 * labels + 0.4 * random.random((400, 1))) for _ in range(3)]
+    rival = blank._replace(probabilities_NK=np.full((400, 1), 0.4))
+    found = against(seeds[:2], [rival], ["feed"], ["click"])["all", "click"]
+    means = [float(ne(run.probabilities_NK[:, 0], labels[:, 0])) for run in (*seeds, rival)]  # type: ignore[arg-type]
+    assert found.difference == pytest.approx(np.mean(means[:2]) - means[3])
+    assert found.low < found.difference < found.high
+    assert found.difference != pytest.approx(means[0] - means[3])
+
+
+def test_a_name_that_is_not_known_is_refused_with_those_that_are() -> None:
+    assert names_of(["one", "two"])("two,one") == ["two", "one"]
+    with pytest.raises(argparse.ArgumentTypeError, match="'three' is not known; choose of one, two"):
+        names_of(["one", "two"])("one,three")
 
 
 def test_drawn_negatives_are_apps_that_their_situation_has_not_used() -> None:
