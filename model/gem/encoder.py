@@ -9,6 +9,8 @@ of all streams. A stream of another width has no projections besides: K, V of it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -89,11 +91,15 @@ class BlockSelfAttention(nn.Module):
 
     def forward(self, s: Sequence) -> Tensor:
         """[T, D]"""
-        qkv = norm_linear(s.values_TD, self.qkv).unflatten(-1, (3 * self.heads, -1))
+        attend = partial(block_attention, maps=s.blocks, turns=s.turns, rotate_values=self.rotate_values)
+        return self.around(attend, s.values_TD)
+
+    def around(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], s_TD: Tensor) -> Tensor:
+        """[T, D] the block around any attention of q, k and v [T, H, d]."""
+        qkv = norm_linear(s_TD, self.qkv).unflatten(-1, (3 * self.heads, -1))
         qk, v = qkv.split([2 * self.heads, self.heads], dim=1)
         q, k = rms_norm(qk).chunk(2, dim=1)
-        read = block_attention(q, k, v, s.blocks, turns=s.turns, rotate_values=self.rotate_values)
-        return s.values_TD + self.out(read.flatten(1))
+        return s_TD + self.out(attend(q, k, v).flatten(1))
 
 
 class StreamLayer(nn.Module):

@@ -130,6 +130,21 @@ def test_the_frappe_benchmark_sets_models_beside_the_published_figures(tmp_path:
     assert all(0.5 < cell["low"] <= cell["auc"] <= cell["high"] < 1 for cell in cells)
 
 
+@pytest.mark.timeout(300)
+def test_the_movielens_benchmark_retrieves_by_every_stack_and_goes_on_from_kept_runs(tmp_path: Path) -> None:
+    if not (LOGS / "ml1m").exists():
+        pytest.skip(f"the published file is not at {LOGS}; set GEM_DATA to run this")
+    options = ["--source", str(LOGS / "ml1m"), "--runs", str(tmp_path / "runs")]
+    cells = _run("movielens", tmp_path / "out.json", *options)["cells"]
+    assert isinstance(cells, list)
+    assert [cell["model"] for cell in cells] == ["kunlun", "hstu", "sasrec"]
+    for cell in cells:
+        assert 0 <= cell["test"]["ndcg@10"] <= cell["test"]["hr@10"] <= cell["test"]["hr@50"] < 1
+        assert cell["test"]["mrr_read"] <= cell["test"]["mrr"], "fewer rivals are removed"
+    assert len(list((tmp_path / "runs").glob("*.pt"))) == 3
+    assert _run("movielens", tmp_path / "again.json", *options)["cells"] == cells, "seconds and all: nothing was trained twice"
+
+
 def test_an_interval_is_of_the_mean_of_all_seeds() -> None:
     random = np.random.default_rng(5)
     labels = (random.random((400, 1)) < 0.4).astype(np.float64)
