@@ -99,12 +99,16 @@ class MixtureOfWukongExperts(nn.Module):
         self.shortcut = nn.Parameter(torch.randn(factors + linear, tokens) * tokens**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, F + L, D]: what is linear in X, of all experts and the shortcut, is one product."""
-        out = self._linear().expand(len(x), -1, -1) @ x
+        """[n, F + L, D]"""
+        return layer_norm(self.crossed(x, self.shortcut))
+
+    def crossed(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        """Σ_m g_m ⊙ Wukong_m(X) + shortcut(X) [n, F + L, D], not yet normalized: all that is linear in X is one product."""
+        out = self._linear(shortcut).expand(len(x), -1, -1) @ x
         crossed = machines(x, [expert.y for _, expert, _ in self._members()])
         for (gate, expert, first), machine in zip(self._members(), crossed, strict=True):
             out[:, first : first + expert.factors] += gate * expert.factorized(machine)
-        return layer_norm(out)
+        return out
 
     def forward_reference(self, x: Tensor) -> Tensor:
         """The definition, an expert at a time."""
@@ -118,9 +122,9 @@ class MixtureOfWukongExperts(nn.Module):
         for number, expert in enumerate(self.experts):
             yield self.gate[number], cast(Wukong, expert), step * number
 
-    def _linear(self) -> Tensor:
+    def _linear(self, shortcut: Tensor) -> Tensor:
         """[F + L, t]: shortcut and gated compressions, each in its expert's rows."""
-        total: Tensor = self.shortcut
+        total = shortcut
         for gate, expert, first in self._members():
             before = first + expert.factors
             after = len(total) - before - len(expert.compress)

@@ -146,10 +146,10 @@ def fit(
 
 def save(learner: Learner, place: Place, step: int) -> None:
     """Writes a checkpoint after `step` steps, once for all processes."""
+    model, optimizer = learner.state()
     if learner.processes.leads:
-        optimizer = {**learner.optimizer.state()}
         facts = {**place.facts, "skipped": str(learner.skipped)}
-        checkpoint.save(place.folder, Checkpoint(step, learner.model.state_dict(), optimizer, facts))
+        checkpoint.save(place.folder, Checkpoint(step, model, optimizer, facts))
     learner.processes.barrier()
 
 
@@ -162,8 +162,7 @@ def _resumed(learner: Learner, place: Place | None) -> int:
     ]
     if wrong:
         raise FailedPrecondition(f"the checkpoint at {place.folder} is of another run ({'; '.join(wrong)}); choose another folder")
-    checkpoint.load_state(learner.model, found.model)
-    learner.optimizer.load(found.optimizer)
+    learner.load(found.model, found.optimizer)
     learner.skipped = int(found.facts.get("skipped", "0"))
     return found.step
 

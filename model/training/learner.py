@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from feature_store.batch import FeatureBatch, Targets
+from model.training.checkpoint import load_state
 from model.training.loss import Sums, total
 from model.training.optimizers import Optimizer, OptimizerConfig
 from model.training.parallel import Processes
+from model.training.shards import WHOLE, Shard
 
 
 class Criterion(Protocol):
@@ -26,7 +28,7 @@ class Criterion(Protocol):
         """Terms by name, with the weight of each of their columns; the same for every batch."""
 
     def __call__(self, batch: FeatureBatch, targets: Targets) -> Mapping[str, Sums]:
-        """The terms for a batch that has rows."""
+        """The terms for a batch that has rows; it may have none where processes share out parts of the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +58,14 @@ class Learner:
         *,
         seed: int = 0,
         clip_apart: Sequence[str] = (),
+        shard: Shard = WHOLE,
     ) -> None:
-        self.model, self.criterion, self.processes = model, criterion, processes
-        self.optimizer = Optimizer(model, config, clip_apart=clip_apart)
+        self.model, self.criterion, self.processes, self.shard = model, criterion, processes, shard
+        self.optimizer = Optimizer(model, config, clip_apart=clip_apart, shard=shard)
         self.skipped = 0
         """Steps whose gradient was not finite."""
         self._seed = seed
-        processes.copy_from_first([*model.parameters(), *model.buffers()])
+        shard.copy_from_first(processes, {**dict(model.named_parameters()), **dict(model.named_buffers())})
 
     def step(self, step: int, num_steps: int, batch: FeatureBatch, targets: Targets) -> StepLog:
         """One step on this process's share of a batch, which may be empty."""
@@ -70,14 +73,29 @@ class Learner:
         # Dropout of a step follows from its number, so that a resumed run draws what it would have drawn.
         torch.manual_seed(((self._seed * 1_000_003 + step) * 1_009 + self.processes.rank) % 2**31)
         self.optimizer.clear()
-        terms = self.criterion(batch, targets) if len(targets.labels) else {}
+        # A process without rows that holds parts of the model alone still has to work on the rows of others.
+        terms = self.criterion(batch, targets) if len(targets.labels) or self.shard.held else {}
         totals = self._totals(terms)
         if terms:
             torch.autograd.backward(self._loss(terms, totals))
-        self.processes.sum_gradients(self.optimizer.parameters)
+        self.shard.sum_gradients(self.processes, self.optimizer.parameters)
         norm, moved = self.optimizer.step(step, num_steps)
         self.skipped += not moved
         return self._log(step, totals, norm, moved)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(Model, optimizer) by name, whole; all processes must ask."""
+        return self.shard.gathered(self.model.state_dict()), self.shard.gathered(self.optimizer.state())
+
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """Takes up a whole state.
+
+        Raises:
+            CorruptArtefact: names or shapes of parameters are not the model's.
+            FailedPrecondition: the optimizer's state belongs to other parameters.
+        """
+        load_state(self.model, self.shard.own(model))
+        self.optimizer.load(optimizer)
 
     def start_tables_over(self, step: int) -> None:
         """Draws embedding tables anew before `step`, and forgets how far they had moved; the same on every process."""

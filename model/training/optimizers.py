@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from feature_store.errors import FailedPrecondition, InvalidInput
+from model.training.shards import WHOLE, Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,21 +80,26 @@ class RowwiseAdagrad:
 class Optimizer:
     """Both optimizers over one model."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, *, clip_apart: Sequence[str] = ()) -> None:
-        """`clip_apart` names submodules whose gradients are clipped by themselves, so that they shorten no other's."""
-        self._config = config
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, *, clip_apart: Sequence[str] = (), shard: Shard = WHOLE
+    ) -> None:
+        """`clip_apart` names submodules whose gradients are clipped by themselves, so that they shorten no other's.
+
+        Of a shard's parameters each process moves its own; gradients are clipped as if it held all.
+        """
+        self._config, self._shard = config, shard
         tables = table_parameters(model)
         learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._dense = {name: p for name, p in learned.items() if name not in tables}
         self._tables = RowwiseAdagrad({name: p for name, p in tables.items() if name in learned})
         self._adam = _adam(list(self._dense.values()), config) if self._dense else None
-        self.parameters = list(learned.values())
-        """In one order on every process."""
+        self.parameters = learned
+        """By name, in one order on every process."""
         self._clipped = _groups(learned, clip_apart)
 
     def clear(self) -> None:
         """Forgets gradients."""
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def step(self, step: int, num_steps: int) -> tuple[float, bool]:
@@ -101,7 +107,7 @@ class Optimizer:
 
         A norm that is not finite moves nothing. Gradients must already be summed over processes, so that all decide alike.
         """
-        norms = [gradient_norm(group) for group in self._clipped]
+        norms = [self._shard.norm(gradient_norms(group)) for group in self._clipped]
         norm = math.hypot(*norms)
         if not math.isfinite(norm):
             return norm, False
@@ -154,23 +160,22 @@ def _adam(parameters: list[Parameter], config: OptimizerConfig) -> torch.optim.A
     return torch.optim.Adam(parameters, lr=config.dense_rate, betas=config.betas, fused=True)
 
 
-def _groups(learned: Mapping[str, Parameter], apart: Sequence[str]) -> list[list[Parameter]]:
-    own = [[p for name, p in learned.items() if name.startswith(f"{prefix}.")] for prefix in apart]
-    rest = [p for name, p in learned.items() if not any(name.startswith(f"{prefix}.") for prefix in apart)]
+def _groups(learned: Mapping[str, Parameter], apart: Sequence[str]) -> list[dict[str, Parameter]]:
+    own = [{name: p for name, p in learned.items() if name.startswith(f"{prefix}.")} for prefix in apart]
+    rest = {name: p for name, p in learned.items() if not any(name.startswith(f"{prefix}.") for prefix in apart)}
     return [rest, *own]
 
 
-def _shorten(parameters: Sequence[Parameter], factor: float) -> None:
+def _shorten(parameters: Mapping[str, Parameter], factor: float) -> None:
     if factor < 1.0:
-        for parameter in parameters:
+        for parameter in parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
 
-def gradient_norm(parameters: list[Parameter]) -> float:
-    """Euclidean length of all gradients together; NaN or Inf if any of them is."""
-    norms = [_values(p.grad).norm() for p in parameters if p.grad is not None]
-    return float(torch.stack(norms).double().norm().item()) if norms else 0.0
+def gradient_norms(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """Euclidean length of each gradient; NaN or Inf if any number of it is."""
+    return {name: _values(p.grad).norm() for name, p in parameters.items() if p.grad is not None}
 
 
 def table_parameters(model: nn.Module) -> dict[str, Parameter]:

@@ -2,15 +2,15 @@
 
 Knows ranks and collectives. Does not know models, losses or where processes run.
 
-Every process holds the whole model (data parallelism). All processes make the same collectives in the same order, with or
-without rows of their own.
+Every process holds the whole model (data parallelism), but for what `model.training.shards` names. All processes make the
+same collectives in the same order, with or without rows of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 from torch.nn import Parameter
 
-from feature_store.errors import FailedPrecondition
+from feature_store.errors import FailedPrecondition, InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,8 @@ class Processes:
 
     rank: int = 0
     world_size: int = 1
+    group: dist.ProcessGroup | None = field(default=None, compare=False)
+    """In which they reach each other; None is the one that all have joined."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -48,7 +51,7 @@ class Processes:
         if self.world_size == 1:
             return values
         summed = values.detach().clone()
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=self.group)
         return summed
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
@@ -61,11 +64,11 @@ class Processes:
         dense = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = _summed_rows(parameter.grad, self.world_size)
+                parameter.grad = _summed_rows(parameter.grad, self)
         if not dense:
             return
         flat = torch.cat([gradient.reshape(-1) for gradient in dense])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=self.group)
         for gradient, summed in zip(dense, torch.split(flat, [g.numel() for g in dense]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
@@ -73,12 +76,50 @@ class Processes:
         """Overwrites tensors by those of rank 0."""
         if self.world_size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)
+                dist.broadcast(tensor.detach(), group=self.group, group_src=0)
 
     def barrier(self) -> None:
         """Waits until every process is here."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
+
+    def split(self, size: int) -> tuple[Processes, Processes]:
+        """(The team of `size` neighbours that this process is in, the processes that have its place in every team).
+
+        All processes must split at once.
+
+        Raises:
+            InvalidInput: teams of that size do not take in all processes.
+        """
+        if size < 1 or self.world_size % size:
+            raise InvalidInput(f"{self.world_size} processes make no teams of {size}; choose a divisor of their number")
+        if size == 1:
+            return Processes(), self
+        ranks = np.arange(self.world_size).reshape(-1, size)
+        team, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        place, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+        return (
+            Processes(rank=self.rank % size, world_size=size, group=team),
+            Processes(rank=self.rank // size, world_size=self.world_size // size, group=place),
+        )
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """What each process gives, by rank; all give one shape and dtype."""
+        if self.world_size == 1:
+            return [own]
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(gathered, own.contiguous(), group=self.group)
+        return gathered
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """`received[i]` rows from each process i, in the order of ranks; of `rows`, `sent[i]` go to it, one after the other.
+
+        The gradient goes back the same way: what process i sent gets the gradient of what was received of it.
+        """
+        # The functional one: `torch.distributed.nn`'s, public and differentiable too, is deprecated in its favour.
+        group = self.group or dist.group.WORLD
+        assert group is not None, "processes exchange rows only when they have joined"
+        return functional.all_to_all_single_autograd(rows.contiguous(), list(received), list(sent), group)
 
 
 @contextmanager
@@ -106,21 +147,15 @@ def joined(processes: Processes, init_method: str, *, timeout_seconds: float = 6
         dist.destroy_process_group()
 
 
-def _summed_rows(gradient: Tensor, world_size: int) -> Tensor:
+def _summed_rows(gradient: Tensor, processes: Processes) -> Tensor:
     """Sum of sparse gradients [rows, D] that touch different rows in each process."""
     own = gradient.coalesce()
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(counts, torch.tensor([own.indices().shape[1]]))
-    longest = int(max(count.item() for count in counts))
+    kept = [int(count.item()) for count in processes.gather(torch.tensor([own.indices().shape[1]]))]
+    longest = max(kept)
     indices = torch.zeros(longest, dtype=torch.int64)
     values = torch.zeros(longest, gradient.shape[1], dtype=gradient.dtype)
     indices[: own.indices().shape[1]] = own.indices()[0]
     values[: len(own.values())] = own.values()
-    all_indices = [torch.empty_like(indices) for _ in range(world_size)]
-    all_values = [torch.empty_like(values) for _ in range(world_size)]
-    dist.all_gather(all_indices, indices)
-    dist.all_gather(all_values, values)
-    kept = [int(count.item()) for count in counts]
-    rows = torch.cat([each[:n] for each, n in zip(all_indices, kept, strict=True)])
-    parts = torch.cat([each[:n] for each, n in zip(all_values, kept, strict=True)])
+    rows = torch.cat([each[:n] for each, n in zip(processes.gather(indices), kept, strict=True)])
+    parts = torch.cat([each[:n] for each, n in zip(processes.gather(values), kept, strict=True)])
     return torch.sparse_coo_tensor(rows[None], parts, gradient.shape, check_invariants=False).coalesce()

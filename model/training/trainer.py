@@ -25,6 +25,7 @@ from model.loopfm.config import CompressorConfig
 from model.training import configuration
 from model.training.base_rates import base_logits
 from model.training.evaluate import Evaluation, evaluate, predict
+from model.training.experts import join_experts, shard_experts
 from model.training.fitting import FitConfig, FitLog, OnProgress, Place, fit
 from model.training.learner import Learner
 from model.training.optimizers import OptimizerConfig
@@ -125,13 +126,16 @@ def train(
     replay: Replay,
     *,
     processes: Processes = ALONE,
+    expert_processes: int = 1,
     checkpoints: Path | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Trained:
     """Trains on [train_from_ms, train_to_ms) and scores [train_to_ms, valid_to_ms); resumes from `checkpoints` if it can.
 
+    Each `expert_processes` neighbours share the experts of every mixture out; checkpoints and the result hold all of them.
+
     Raises:
-        InvalidInput: the stretch holds no request, or a weight is missing.
+        InvalidInput: the stretch holds no request, a weight is missing, or experts cannot be shared out so.
         FailedPrecondition: the checkpoints are of another run.
     """
     stages = Stages()
@@ -143,9 +147,10 @@ def train(
         )
     _require_rows(rows, run)
     with stages.stage("statistics"):
-        course = _Course(run, replay, rows, processes)
+        course = _Course(run, replay, rows, processes, expert_processes=expert_processes)
     with stages.stage("train"):
         log = course.fit(rows, run.fit, ceiling=ceiling, place=_place(run, replay, checkpoints), on_progress=on_progress)
+        course.join()
     with stages.stage("evaluate"):
         evaluation = _evaluate(course.teacher, run, replay) if processes.leads else {}
         processes.barrier()
@@ -215,7 +220,9 @@ def walk_forward(
 class _Course:
     """A teacher in training over one stretch or several."""
 
-    def __init__(self, run: RunConfig, replay: Replay, rows: ReplayRows, processes: Processes) -> None:
+    def __init__(
+        self, run: RunConfig, replay: Replay, rows: ReplayRows, processes: Processes, *, expert_processes: int = 1
+    ) -> None:
         self._run, self._processes = run, processes
         config = TeacherConfig(foundation=preset(run.preset), compressor=run.compressor)
         torch.manual_seed(run.fit.seed)
@@ -226,9 +233,11 @@ class _Course:
         self.quarantine = Quarantine(replay.layout, strict=run.strict)
         self._weights = _objective_weights(run, replay)
         criterion = TeacherCriterion(self.teacher, objective_weights=self._weights)
+        shard = shard_experts(self.teacher, processes, expert_processes)
         self._learner = Learner(
-            self.teacher, criterion, run.optimizer, processes, seed=run.fit.seed, clip_apart=("compressor",)
-        )
+            self.teacher, criterion, run.optimizer, processes,
+            seed=run.fit.seed, clip_apart=("compressor",), shard=shard,
+        )  # fmt: skip
         self._steps = 0
         self._schedule_steps: int | None = None
 
@@ -256,6 +265,10 @@ class _Course:
         self._steps += len(log.losses)
         self._schedule_steps = self._schedule_steps or self._steps
         return log
+
+    def join(self) -> None:
+        """Ends the sharing of experts: the teacher is whole on every process, and trains no further."""
+        join_experts(self.teacher, self._learner.shard)
 
     def mint_space(self) -> None:
         self.teacher.compressor.mint()

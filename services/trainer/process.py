@@ -79,8 +79,9 @@ def run(settings: TrainerSettings, asked: Asked) -> Path | None:
         config = run_config(settings, asked)
         report = _Reporter(registry) if processes.leads else _silent
         trained = train(
-            config, replay, processes=processes, checkpoints=settings.checkpoints, on_progress=report
-        )
+            config, replay, processes=processes, expert_processes=settings.expert_processes,
+            checkpoints=settings.checkpoints, on_progress=report,
+        )  # fmt: skip
         folder = _publish(settings.models, asked, config, trained, replay, processes) if processes.leads else None
         processes.barrier()
         return folder

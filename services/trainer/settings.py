@@ -29,6 +29,8 @@ class TrainerSettings:
     """Processes that must have started, over all hosts; 0 accepts any number."""
     rank: int = field(default=0, metadata={"env": "RANK"})
     world_size: int = field(default=1, metadata={"env": "WORLD_SIZE"})
+    expert_processes: int = 1
+    """Neighbours who share the experts of a mixture out, of which each else holds all; must divide experts and processes."""
     torch_threads: int = 1
     requests: str = "request"
     """What a row is: `request`, or `impression` for logs whose requests are unknown."""
@@ -50,6 +52,10 @@ class TrainerSettings:
             raise ValueError(f"RANK {self.rank} must be at least 0 and below WORLD_SIZE {self.world_size}")
         if self.requests not in ("request", "impression"):
             raise ValueError(f"requests is {self.requests!r}; it must be 'request' or 'impression'")
+        if self.expert_processes < 1 or self.world_size % self.expert_processes:
+            raise ValueError(
+                f"expert_processes is {self.expert_processes}; it must divide WORLD_SIZE, which is {self.world_size}"
+            )
         for name in ("batch_requests", "epochs", "torch_threads", "checkpoint_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -82,6 +82,14 @@ def test_processes_that_are_missing_are_noticed_before_anything_else() -> None:
     assert load(TrainerSettings, {**given, "WORLD_SIZE": "16", "RANK": "3"}).rank == 3
 
 
+@pytest.mark.parametrize("size", ["0", "3"])
+def test_processes_that_cannot_share_experts_out_evenly_are_refused(size: str) -> None:
+    given = {"GEM_SPEC": "s", "GEM_TABLES": "t", "GEM_MODELS": "m", "WORLD_SIZE": "4", "GEM_EXPERT_PROCESSES": size}
+    with pytest.raises(SettingsError, match=f"expert_processes is {size}; it must divide WORLD_SIZE, which is 4"):
+        load(TrainerSettings, given)
+    assert load(TrainerSettings, {**given, "GEM_EXPERT_PROCESSES": "2"}).expert_processes == 2
+
+
 def job(**changes: object) -> dict[str, object]:
     config = JobConfig(**{"name": "run", "image": "gem/trainer:1", "arguments": tuple(ASKED), **changes})  # type: ignore[arg-type]
     loaded: dict[str, object] = yaml.safe_load(to_yaml(pytorch_job(config)))

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from feature_store.errors import InvalidInput
+from model.nn.interaction import MixtureOfWukongExperts
+from model.training import checkpoint
+from model.training.experts import join_experts, shard_experts
+from model.training.parallel import Processes
+from model.training.shards import WHOLE
+
+
+def _load(name: str) -> ModuleType:
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"training_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+sharded = _load("sharded")
+CASES = [
+    pytest.param(world, number, id=f"{world} processes {tuple(case)}")
+    for world, cases in sharded.CASES.items()
+    for number, case in enumerate(cases)
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the processes wrote to."""
+    folder = tmp_path_factory.mktemp("sharded")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(Path(sharded.__file__)), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+def of_all_rows(parts: list[dict[str, Tensor]], name: str) -> Tensor:
+    """Rows of the processes one after the other; of all else, which is alike on each, the first's."""
+    if name in ("out", "x"):
+        return torch.cat([part[name] for part in parts])
+    for part in parts[1:]:
+        torch.testing.assert_close(part[name], parts[0][name], rtol=0.0, atol=0.0)
+    return parts[0][name]
+
+
+def distance(some: dict[str, Tensor], others: dict[str, Tensor], kind: str) -> float:
+    """Of all tensors of a kind together."""
+    return math.hypot(*((some[name].float() - others[name].float()).norm() for name in some if name.startswith(kind)))
+
+
+@pytest.mark.parametrize(("world", "number"), CASES)
+def test_experts_shared_out_give_what_one_process_gives_forward_and_backward(found: Path, world: int, number: int) -> None:
+    """Outputs, gradients of inputs and parameters, their norm; and whole parameters, joined again after two moves.
+
+    In bfloat16 they must be as near as one process's to float32's.
+    """
+    case = sharded.CASES[world][number]
+    alone = sharded.passed(case, Processes())
+    parts = [load_file(found / f"{world}-{number}-{rank}.safetensors") for rank in range(world)]
+    assert set(parts[0]) == set(alone)
+    together = {name: of_all_rows(parts, name) for name in alone}
+    if case.dtype == torch.bfloat16:
+        exact = sharded.passed(case._replace(dtype=torch.float32), Processes())
+        for kind in ("out", "x", "gradient/", "parameter/"):
+            assert 0.0 < distance(together, exact, kind) < 1.5 * distance(alone, exact, kind)
+    else:
+        for name, expected in alone.items():
+            assert (together[name] - expected).norm() <= 1e-5 * max(1.0, expected.norm()), name
+
+
+def test_a_run_that_shares_experts_out_is_the_run_that_does_not(found: Path) -> None:
+    """Stopped and resumed at that, in steps that leave a process without rows; each ends with the whole model."""
+    whole = load_file(found / "trained-1-0.safetensors")
+    for rank in range(2):
+        shared = load_file(found / f"trained-2-{rank}.safetensors")
+        assert len(whole["losses"]) == len(shared["losses"]) + 2 == 7
+        torch.testing.assert_close(shared.pop("losses"), whole["losses"][2:], rtol=1e-5, atol=0.0)
+        assert set(shared) == set(whole) - {"losses"}
+        assert all(torch.allclose(value, whole[name], atol=1e-4) for name, value in shared.items())
+
+
+def test_a_checkpoint_of_experts_shared_out_is_one_of_all_experts(found: Path) -> None:
+    one, shared = checkpoint.load(found / "run-1"), checkpoint.load(found / "run-2")
+    assert one.step == shared.step == 6
+    for ours, theirs in ((one.model, shared.model), (one.optimizer, shared.optimizer)):
+        assert set(ours) == set(theirs)
+        assert all(torch.allclose(value, theirs[name], atol=1e-4) for name, value in ours.items())
+    assert any(name.startswith("adam/exp_avg/") and ".experts.1." in name for name in shared.optimizer)
+
+
+def test_one_process_shares_nothing_out() -> None:
+    model = sharded.Two(sharded.CASES[2][0])
+    assert shard_experts(model, Processes(), 1) is WHOLE
+    assert type(model.first) is MixtureOfWukongExperts
+    join_experts(model, WHOLE)
+    assert type(model.first) is MixtureOfWukongExperts
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "says"), [(3, 3, "first has 2 experts"), (3, 2, "3 processes make no teams of 2"), (2, 0, "first has 2 experts")]
+)
+def test_experts_that_cannot_be_shared_out_evenly_are_refused(world: int, size: int, says: str) -> None:
+    model = sharded.Two(sharded.CASES[2][0])
+    with pytest.raises(InvalidInput, match=says):
+        shard_experts(model, Processes(world_size=world), size)
+    assert type(model.first) is MixtureOfWukongExperts
+    with pytest.raises(InvalidInput, match="has no whole mixture of experts"):
+        shard_experts(nn.Linear(1, 1), Processes(), 1)
