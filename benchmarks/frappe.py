@@ -2,10 +2,11 @@
 
     python -m benchmarks.frappe --source DIR --seeds 5 --json OUT
 
-Knows the data set's rows and protocol (BARS Frappe_x1). Does not know models. The published validation and test rows are used
-as they are; of the training rows the positives are published, and two apps that the user has in no training row with that
-context are drawn to each of them here, by seed: the data set's authors drew theirs alike, but theirs are not published. A run ends when AUC on the validation rows has not risen
-for `PATIENCE` passes, and the pass with the highest is what is tested.
+Knows the data set's rows and protocol (BARS Frappe_x1). Does not know models. The published validation and test rows
+are used as they are; of the training rows the positives are published, and two apps that the user has in no training
+row with that context are drawn to each of them here, by seed: the data set's authors drew theirs alike, but theirs are
+not published. A run ends when AUC on the validation rows has not risen for `PATIENCE` passes, and the pass with the
+highest is what is tested.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class Rows(NamedTuple):
     def batch(self, rows: Ints) -> tuple[FeatureBatch, Targets]:
         """Some of them."""
         return _batch(self.fields_NF[rows]), _targets(self.label_N[rows])
+
+    def lengths(self, rows: Ints) -> Ints:
+        """One candidate each, and no history."""
+        return np.ones(len(rows), dtype=np.int64)
 
 
 def main() -> None:

@@ -122,6 +122,12 @@ def newest_known(segments: Segments, queries: Queries, *, limit: int) -> Windows
     return _windows(query, row, len(queries.at_ms))
 
 
+def most_known(segments: Segments, queries: Queries, *, limit: int) -> Ints:
+    """[Q] rows that `newest_known` finds at most: all before the instant count, whether they were known by then or not."""
+    earlier = before(segments, queries) - _bound(segments.start, queries.segment)
+    return np.asarray(np.minimum(earlier, limit))
+
+
 def asof_windows(
     segments: Segments,
     label_available_ms: Ints,

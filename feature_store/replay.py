@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from gem.schema.v1.dataset_spec_pb2 import OWNER_USER
 
-from feature_store.asof import NEVER, Queries, expand, known_bits, newest_known
+from feature_store.asof import NEVER, Queries, expand, known_bits, most_known, newest_known
 from feature_store.batch import DEFAULT_LEVEL, FeatureBatch, Targets
 from feature_store.counting import Counted, count
 from feature_store.ids import ABSENT
@@ -155,6 +155,16 @@ class Replay:
         now = examples.request_ms[rows]
         batch = self._features(examples, first, shown, offsets, now, examples.own[rows])
         return batch, self._targets(examples, shown)
+
+    def lengths(self, examples: Examples, rows: Ints) -> Ints:
+        """Events and candidates of each request [R], at most: found by a search a source, nothing is gathered."""
+        first, now = examples.impression[examples.offsets[rows]], examples.request_ms[rows]
+        total = examples.offsets[np.asarray(rows) + 1] - examples.offsets[rows]
+        for source, history in zip(self.spec.message.event_sources, self.histories, strict=True):
+            users = positions(history.users, self.impressions.user_key[first])
+            queries = Queries(users, now, examples.own[rows])
+            total = total + most_known(history.segments, queries, limit=source.max_length)
+        return total
 
     def _features(
         self, examples: Examples, first: Ints, shown: Ints, offsets: Ints, now: Ints, request: Ints

@@ -171,7 +171,7 @@ def _batches(
     rows: RowSource, order: BatchOrder, steps: Sequence[int], processes: Processes
 ) -> Iterator[tuple[int, FeatureBatch, Targets]]:
     """The process's share of each step; the next one is gathered while the last is trained on."""
-    for step, made in read_ahead(lambda step: rows.batch(processes.share(order.rows(step))), steps):
+    for step, made in read_ahead(lambda step: rows.batch(processes.share(order.rows(step), rows.lengths)), steps):
         yield step, *made
 
 

@@ -8,13 +8,12 @@ same collectives in the same order, with or without rows of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn import Parameter
 
 from feature_store.errors import FailedPrecondition, InvalidInput
+from model.training.state import Rows, dealt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +42,12 @@ class Processes:
         """It writes what is written once."""
         return self.rank == 0
 
-    def share(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The process's rows of a batch: every world_size-th; possibly none. Shares are disjoint and cover the batch."""
-        return rows[self.rank :: self.world_size]
+    def share(self, rows: Rows, lengths: Callable[[Rows], Rows]) -> Rows:
+        """The process's rows of a batch, in order; possibly none. Shares are disjoint and cover the batch.
+
+        Each process finds by itself who has what, from how much work `lengths` says that rows are.
+        """
+        return rows if self.world_size == 1 else rows[dealt(lengths(rows), self.world_size) == self.rank]
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over processes; the same bits on each."""

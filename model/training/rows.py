@@ -30,6 +30,9 @@ class RowSource(Protocol):
     def batch(self, rows: Rows) -> tuple[FeatureBatch, Targets]:
         """Some of them."""
 
+    def lengths(self, rows: Rows) -> Rows:
+        """How much work each of some is [R], by what is cheap to know: by it processes share them."""
+
 
 class ReplayRows:
     """Requests with from_ms ≤ time < to_ms."""
@@ -62,6 +65,10 @@ class ReplayRows:
         entering_NK = self._entering(self._closed_ms(rows))
         mask_NK = targets.label_mask & entering_NK
         return batch, targets._replace(label_mask=mask_NK, labels=np.where(mask_NK, targets.labels, 0.0).astype(np.float32))
+
+    def lengths(self, rows: Rows) -> Rows:
+        """Events and candidates of each of some requests [R]; events that were not known yet count, too."""
+        return self.replay.lengths(self.examples, rows)
 
     def samples(self, most: int) -> list[tuple[FeatureBatch, Targets]]:
         """At most `most` requests, evenly over the stretch, in batches of about 1024: what statistics are taken from."""

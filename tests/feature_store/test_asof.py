@@ -18,6 +18,7 @@ from feature_store.asof import (
     expand,
     known_bits,
     label_bits,
+    most_known,
     newest_known,
 )
 
@@ -218,6 +219,18 @@ def test_the_newest_known_rows_are_found_however_many_newer_ones_are_not_known(
         unseen = [item._replace(self_label_seen=False) for item in users[user]]
         expected = [item for item, _ in read(unseen, when, roomy, name)] if user >= 0 else []
         assert [flat[row].example_id for row in mine] == [item.example_id for item in expected]
+
+
+@settings(max_examples=60)
+@given(st.lists(entries(20), min_size=3, max_size=3), reads, st.integers(0, 5))
+def test_no_more_rows_are_known_than_lie_before_the_instant(
+    users: list[list[Entry]], asked: list[tuple[int, int, str]], limit: int
+) -> None:
+    segments, _, _, _ = columns(users, REQUESTS)
+    most = most_known(segments, queries(asked), limit=limit)
+    earlier = [sum(item.event_ms < when for item in users[user]) if user >= 0 else 0 for user, when, _ in asked]
+    assert most.tolist() == [min(limit, count) for count in earlier]
+    assert (np.diff(newest_known(segments, queries(asked), limit=limit).offsets) <= most).all()
 
 
 def test_nothing_to_read_and_nobody_to_read_are_fine() -> None:

@@ -12,7 +12,7 @@ from feature_store.asof import NEVER
 from feature_store.batch import FeatureBatch
 from feature_store.errors import FailedPrecondition
 from feature_store.ids import ABSENT
-from feature_store.replay import Replay
+from feature_store.replay import Replay, Requests
 from feature_store.tables import Tables, schema
 from feature_store.transfer import Annotations, Pairs
 from tests.feature_store.replay_oracle import Oracle, check_request, check_shapes, same
@@ -45,6 +45,20 @@ def test_batches_of_whole_requests_equal_the_oracle(seed: int, tmp_path: Path) -
         rows = wanted[number]
         assert batch.request_ms[r] == rows[0]["event_ms"]
         check_request(oracle, batch, targets, r, rows, rows[0]["request_id"], 27_000)
+
+
+@pytest.mark.parametrize("requests", ["request", "impression"])
+def test_lengths_are_known_before_a_batch_is_gathered(requests: Requests, tmp_path: Path) -> None:
+    """At most: what happened before and was not known yet counts, too."""
+    log = Log(0)
+    replay = Replay(log.spec, log.write(tmp_path))
+    examples = replay.examples(0, 10**9, requests=requests)
+    rows = np.random.default_rng(0).permutation(len(examples))
+    batch, _ = replay.batch(examples, rows)
+    found = np.diff(batch.event_offsets) + np.diff(batch.candidate_offsets)
+    most = replay.lengths(examples, rows)
+    assert (found <= most).all()
+    assert 0.5 < (found == most).mean() < 1.0
 
 
 @pytest.mark.parametrize("seed", range(8, 16))

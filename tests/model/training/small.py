@@ -66,6 +66,9 @@ class SmallRows:
     def __len__(self) -> int:
         return self._n
 
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        return 1 + self.user[rows]
+
     def batch(self, rows: np.ndarray) -> tuple[FeatureBatch, Targets]:
         r, n = len(rows), 2 * len(rows)
         zeros = np.zeros(r + 1, dtype=np.int64)
