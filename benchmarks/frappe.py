@@ -60,8 +60,8 @@ class Rows(NamedTuple):
         return _batch(self.fields_NF[rows]), _targets(self.label_N[rows])
 
     def lengths(self, rows: Ints) -> Ints:
-        """One candidate each, and no history."""
-        return np.ones(len(rows), dtype=np.int64)
+        """No event and one candidate each."""
+        return np.tile(np.array([0, 1], dtype=np.int64), (len(rows), 1))
 
 
 def main() -> None:

@@ -157,14 +157,14 @@ class Replay:
         return batch, self._targets(examples, shown)
 
     def lengths(self, examples: Examples, rows: Ints) -> Ints:
-        """Events and candidates of each request [R], at most: found by a search a source, nothing is gathered."""
+        """Events and candidates of each request [R, 2], at most: found by a search a source, nothing is gathered."""
         first, now = examples.impression[examples.offsets[rows]], examples.request_ms[rows]
-        total = examples.offsets[np.asarray(rows) + 1] - examples.offsets[rows]
+        events = np.zeros(len(rows), dtype=np.int64)
         for source, history in zip(self.spec.message.event_sources, self.histories, strict=True):
             users = positions(history.users, self.impressions.user_key[first])
             queries = Queries(users, now, examples.own[rows])
-            total = total + most_known(history.segments, queries, limit=source.max_length)
-        return total
+            events += most_known(history.segments, queries, limit=source.max_length)
+        return np.stack([events, examples.offsets[np.asarray(rows) + 1] - examples.offsets[rows]], axis=1)
 
     def _features(
         self, examples: Examples, first: Ints, shown: Ints, offsets: Ints, now: Ints, request: Ints

@@ -21,12 +21,9 @@ from model.training.learner import Learner, StepLog
 from model.training.parallel import Processes
 from model.training.quarantine import Quarantine
 from model.training.rows import RowSource
-from model.training.state import BatchOrder
+from model.training.state import BatchOrder, Rows
 from model.training.throughput import TRAINING_FACTOR
-
-Flops = Callable[[FeatureBatch], float]
-"""Forward model FLOPs of a batch, over its actual lengths."""
-
+from model.training.work import Flops, work_of
 
 BeforeStep = Callable[[FeatureBatch, Targets], None]
 
@@ -130,8 +127,9 @@ def fit(
     log = FitLog(first_step=_resumed(learner, place))
     log.skipped = learner.skipped
     last = order.num_steps if until_step is None else min(until_step, order.num_steps)
+    work = work_of(rows, flops, learner.processes)
     start = time.perf_counter()
-    for step, batch, targets in _batches(rows, order, range(log.first_step, last), learner.processes):
+    for step, batch, targets in _batches(rows, order, range(log.first_step, last), learner.processes, work):
         batch, targets = quarantine.clean(batch, targets)
         before_step(batch, targets)
         if config.fresh_tables and step and order.epoch(step) > order.epoch(step - 1):
@@ -168,10 +166,10 @@ def _resumed(learner: Learner, place: Place | None) -> int:
 
 
 def _batches(
-    rows: RowSource, order: BatchOrder, steps: Sequence[int], processes: Processes
+    rows: RowSource, order: BatchOrder, steps: Sequence[int], processes: Processes, work: Callable[[Rows], Rows]
 ) -> Iterator[tuple[int, FeatureBatch, Targets]]:
     """The process's share of each step; the next one is gathered while the last is trained on."""
-    for step, made in read_ahead(lambda step: rows.batch(processes.share(order.rows(step), rows.lengths)), steps):
+    for step, made in read_ahead(lambda step: rows.batch(processes.share(order.rows(step), work)), steps):
         yield step, *made
 
 

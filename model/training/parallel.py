@@ -42,12 +42,12 @@ class Processes:
         """It writes what is written once."""
         return self.rank == 0
 
-    def share(self, rows: Rows, lengths: Callable[[Rows], Rows]) -> Rows:
+    def share(self, rows: Rows, work: Callable[[Rows], Rows]) -> Rows:
         """The process's rows of a batch, in order; possibly none. Shares are disjoint and cover the batch.
 
-        Each process finds by itself who has what, from how much work `lengths` says that rows are.
+        Each process finds by itself who has what, from how much work each row is.
         """
-        return rows if self.world_size == 1 else rows[dealt(lengths(rows), self.world_size) == self.rank]
+        return rows if self.world_size == 1 else rows[dealt(work(rows), self.world_size) == self.rank]
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over processes; the same bits on each."""

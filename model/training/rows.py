@@ -31,7 +31,7 @@ class RowSource(Protocol):
         """Some of them."""
 
     def lengths(self, rows: Rows) -> Rows:
-        """How much work each of some is [R], by what is cheap to know: by it processes share them."""
+        """Events and candidates of each of some [R, 2], as far as it is cheap to know; processes share rows by them."""
 
 
 class ReplayRows:
@@ -67,7 +67,7 @@ class ReplayRows:
         return batch, targets._replace(label_mask=mask_NK, labels=np.where(mask_NK, targets.labels, 0.0).astype(np.float32))
 
     def lengths(self, rows: Rows) -> Rows:
-        """Events and candidates of each of some requests [R]; events that were not known yet count, too."""
+        """Events and candidates of each of some requests [R, 2]; events that were not known yet count, too."""
         return self.replay.lengths(self.examples, rows)
 
     def samples(self, most: int) -> list[tuple[FeatureBatch, Targets]]:

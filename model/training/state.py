@@ -1,6 +1,6 @@
 """Says which rows a training step takes: in time order, shuffled only within a bounded stretch; and who works on which.
 
-Knows numbers of rows and how long they are. Does not know rows.
+Knows numbers of rows, and how much work each is. Does not know rows.
 
 The rows of a step follow from (seed, step) alone: a run that resumes at step n takes what it would have taken.
 """
@@ -70,23 +70,23 @@ class BatchOrder:
         return start + np.random.default_rng([self.seed, epoch, window]).permutation(size)
 
 
-def dealt(lengths: Rows, hands: int) -> Rows:
-    """The hand [n] that each row goes to: as many rows to each, to within one, and lengths that add up nearly alike.
+def dealt(work: Rows, hands: int) -> Rows:
+    """The hand [n] that each row goes to: as many rows to each, to within one, and work that adds up nearly alike.
 
     A step lasts as long as the process with most to do. From the longest row on, the hand that has least so far takes one
     (Graham 1969), unless it has its number. Meta's base batch shuffling ("GEM Training", 2026) has the same aim: it sorts the
     sub-batches of 128 rows that readers emit and puts the heaviest beside the lightest; here any process can read any row,
     so that rows are dealt one by one.
     """
-    count = [(len(lengths) - hand + hands - 1) // hands for hand in range(hands)]
+    count = [(len(work) - hand + hands - 1) // hands for hand in range(hands)]
     least = [(0, hand) for hand in range(hands) if count[hand]]
-    hand_of = np.zeros(len(lengths), dtype=np.int64)
-    for row in np.argsort(-lengths, kind="stable"):
+    hand_of = np.zeros(len(work), dtype=np.int64)
+    for row in np.argsort(-work, kind="stable"):
         load, hand = least[0]
         hand_of[row] = hand
         count[hand] -= 1
         if count[hand]:
-            heapreplace(least, (load + int(lengths[row]), hand))
+            heapreplace(least, (load + int(work[row]), hand))
         else:
             heappop(least)
     return hand_of

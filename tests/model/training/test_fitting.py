@@ -81,12 +81,12 @@ def test_shares_are_disjoint_cover_the_batch_in_order_and_differ_by_a_row_at_mos
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_one_process_takes_the_batch_as_it_is_and_asks_for_no_length() -> None:
+def test_one_process_takes_the_batch_as_it_is_and_asks_for_no_work() -> None:
     rows = np.array([3, 1, 2])
     assert Processes().share(rows, lambda asked: pytest.fail("asked")) is rows
 
 
-def test_rows_of_one_length_go_to_the_processes_by_turns() -> None:
+def test_rows_of_the_same_work_go_to_the_processes_by_turns() -> None:
     assert dealt(np.full(7, 5), 3).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -98,7 +98,7 @@ def skew(lengths: np.ndarray, hand_of: np.ndarray, hands: int) -> float:
 
 @pytest.mark.parametrize(("power", "longest"), [(1.2, 1000), (2.0, 4096)])
 @pytest.mark.parametrize(("rows", "hands"), [(128, 2), (1024, 8), (8192, 8)])
-def test_rows_dealt_by_length_leave_less_to_wait_for_than_rows_shuffled(
+def test_rows_dealt_by_work_leave_less_to_wait_for_than_rows_shuffled(
     power: float, longest: int, rows: int, hands: int
 ) -> None:
     """Lengths follow a power law. Luck may shuffle two processes' rows better, but not where dealing leaves 5 % or more."""
