@@ -26,6 +26,7 @@ from model.kernels.gpu import (
     jit,
     like_inputs,
     load_tile,
+    longest_first,
     precision,
     store_tile,
     tiles_of,
@@ -71,7 +72,7 @@ def attend_backward(
     dk, dv = k_THd.new_empty(k_THd.shape), v_THd.new_empty(v_THd.shape)
     _over_queries(dout, dq, q, k_THd, v_THd, offsets, window, activation, alpha, beta)
     (heads, width), cut = q.shape[-2:], key_tiles(q.shape[-3], q.shape[-1])
-    owner, firsts = tiles_of(offsets, len(k_THd), cut.BN)
+    owner, firsts = tiles_of(offsets, len(k_THd), cut.BN, longest_first(offsets))
     for name, first, count in launches(activation, heads) if dk.numel() else ():
         with torch.cuda.device_of(q):
             _key_kernel[(len(owner), count)](
@@ -99,7 +100,7 @@ def _over_queries(
     (queries, heads, width), rows, jagged = q.shape[-3:], len(offsets) - 1, q.dim() == 3
     cut = query_tiles(queries, width)
     if jagged:
-        owner, firsts = tiles_of(offsets, queries, cut.BM)
+        owner, firsts = tiles_of(offsets, queries, cut.BM, longest_first(offsets))
     else:
         tiles = -(-queries // cut.BM)
         program = torch.arange(rows * tiles, device=q.device)
