@@ -23,7 +23,7 @@ from feature_store.errors import InvalidInput
 from model.nn.interaction import MixtureOfWukongExperts, Wukong
 from model.nn.norm import layer_norm
 from model.training.parallel import Processes
-from model.training.shards import WHOLE, Shard
+from model.training.shards import WHOLE, Part, Shard
 
 
 class ShardedExperts(MixtureOfWukongExperts):
@@ -62,6 +62,8 @@ def shard_experts(model: nn.Module, processes: Processes, size: int) -> Shard:
         InvalidInput: teams of that size do not take in all processes, the model has no mixture, or experts cannot be
             shared out evenly. The model is then as it was.
     """
+    if size == 1:
+        return WHOLE
     found = {name: module for name, module in model.named_modules() if type(module) is MixtureOfWukongExperts and name}
     if not found:
         raise InvalidInput(f"{type(model).__name__} has no whole mixture of experts; share experts out once, or set no team")
@@ -72,13 +74,11 @@ def shard_experts(model: nn.Module, processes: Processes, size: int) -> Shard:
                 "choose a team whose size divides their number"
             )
     team, replicas = processes.split(size)
-    if team.world_size == 1:
-        return WHOLE
     processes.copy_from_first([parameter for mixture in found.values() for parameter in mixture.parameters()])
     names = tuple(_names(found, Processes(rank=rank, world_size=size)) for rank in range(size))
     for name, mixture in found.items():
-        _put(model, name, ShardedExperts(mixture, team))
-    return Shard(names=names, team=team, replicas=replicas)
+        model.set_submodule(name, ShardedExperts(mixture, team))
+    return Shard((Part(names=names, team=team, replicas=replicas),))
 
 
 def join_experts(model: nn.Module, shard: Shard) -> None:
@@ -93,7 +93,7 @@ def join_experts(model: nn.Module, shard: Shard) -> None:
         ]
         whole = MixtureOfWukongExperts.__new__(MixtureOfWukongExperts)
         _adopt(whole, mixture, experts)
-        _put(model, name, whole)
+        model.set_submodule(name, whole)
 
 
 def _adopt(heir: MixtureOfWukongExperts, mixture: MixtureOfWukongExperts, experts: Iterable[nn.Module]) -> None:
@@ -123,8 +123,3 @@ def _names(mixtures: Mapping[str, MixtureOfWukongExperts], team: Processes) -> t
         for place in _places(mixture, team)
         for name, _ in mixture.experts[place].named_parameters()
     )
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

@@ -74,7 +74,7 @@ class Learner:
         torch.manual_seed(((self._seed * 1_000_003 + step) * 1_009 + self.processes.rank) % 2**31)
         self.optimizer.clear()
         # A process without rows that holds parts of the model alone still has to work on the rows of others.
-        terms = self.criterion(batch, targets) if len(targets.labels) or self.shard.held else {}
+        terms = self.criterion(batch, targets) if len(targets.labels) or self.shard.parts else {}
         totals = self._totals(terms)
         if terms:
             torch.autograd.backward(self._loss(terms, totals))
@@ -95,7 +95,7 @@ class Learner:
             FailedPrecondition: the optimizer's state belongs to other parameters.
         """
         load_state(self.model, self.shard.own(model))
-        self.optimizer.load(optimizer)
+        self.optimizer.load(self.shard.own(optimizer))
 
     def start_tables_over(self, step: int) -> None:
         """Draws embedding tables anew before `step`, and forgets how far they had moved; the same on every process."""

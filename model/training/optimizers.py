@@ -181,7 +181,7 @@ def gradient_norms(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
 def table_parameters(model: nn.Module) -> dict[str, Parameter]:
     """Embedding tables of id features: the parameters of torchrec's collections, by name."""
     collections = [
-        name for name, module in model.named_modules() if type(module).__module__.startswith("torchrec.")
+        name for name, module in model.named_modules() if isinstance(module, EmbeddingCollection)
     ]
     return {
         name: parameter

@@ -32,6 +32,8 @@ from model.training.optimizers import OptimizerConfig
 from model.training.parallel import Processes
 from model.training.quarantine import Quarantine
 from model.training.rows import ReplayRows, spread
+from model.training.shards import Shard
+from model.training.tables import join_tables, shard_tables
 from model.training.teacher import Teacher, TeacherConfig, TeacherCriterion, drift
 from model.training.throughput import Ceiling, Stages, measure_ceiling
 
@@ -70,6 +72,19 @@ class RunConfig:
             raise InvalidInput(f"valid_to_ms {self.valid_to_ms} must lie after train_to_ms {self.train_to_ms}, or be 0")
         if self.statistics_requests < 1:
             raise InvalidInput(f"statistics_requests is {self.statistics_requests}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teams:
+    """Neighbours among the processes who share out parts of the model, of which each would hold all; 1 shares nothing."""
+
+    experts: int = 1
+    """Size of a team that shares the experts of mixtures; divides the processes and the experts."""
+    tables: int = 1
+    """Size of a team that shares the rows of embedding tables; divides the processes."""
+
+
+WITHOUT_TEAMS = Teams()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,16 +141,16 @@ def train(
     replay: Replay,
     *,
     processes: Processes = ALONE,
-    expert_processes: int = 1,
+    teams: Teams = WITHOUT_TEAMS,
     checkpoints: Path | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Trained:
     """Trains on [train_from_ms, train_to_ms) and scores [train_to_ms, valid_to_ms); resumes from `checkpoints` if it can.
 
-    Each `expert_processes` neighbours share the experts of every mixture out; checkpoints and the result hold all of them.
+    What teams share out is whole in checkpoints and in the result.
 
     Raises:
-        InvalidInput: the stretch holds no request, a weight is missing, or experts cannot be shared out so.
+        InvalidInput: the stretch holds no request, a weight is missing, or the model cannot be shared out so.
         FailedPrecondition: the checkpoints are of another run.
     """
     stages = Stages()
@@ -147,7 +162,7 @@ def train(
         )
     _require_rows(rows, run)
     with stages.stage("statistics"):
-        course = _Course(run, replay, rows, processes, expert_processes=expert_processes)
+        course = _Course(run, replay, rows, processes, teams=teams)
     with stages.stage("train"):
         log = course.fit(rows, run.fit, ceiling=ceiling, place=_place(run, replay, checkpoints), on_progress=on_progress)
         course.join()
@@ -221,7 +236,7 @@ class _Course:
     """A teacher in training over one stretch or several."""
 
     def __init__(
-        self, run: RunConfig, replay: Replay, rows: ReplayRows, processes: Processes, *, expert_processes: int = 1
+        self, run: RunConfig, replay: Replay, rows: ReplayRows, processes: Processes, *, teams: Teams = WITHOUT_TEAMS
     ) -> None:
         self._run, self._processes = run, processes
         config = TeacherConfig(foundation=preset(run.preset), compressor=run.compressor)
@@ -233,10 +248,12 @@ class _Course:
         self.quarantine = Quarantine(replay.layout, strict=run.strict)
         self._weights = _objective_weights(run, replay)
         criterion = TeacherCriterion(self.teacher, objective_weights=self._weights)
-        shard = shard_experts(self.teacher, processes, expert_processes)
+        self._experts = shard_experts(self.teacher, processes, teams.experts)
+        self._tables = shard_tables(self.teacher, processes, teams.tables)
         self._learner = Learner(
             self.teacher, criterion, run.optimizer, processes,
-            seed=run.fit.seed, clip_apart=("compressor",), shard=shard,
+            seed=run.fit.seed, clip_apart=("compressor",),
+            shard=Shard(self._experts.parts + self._tables.parts),
         )  # fmt: skip
         self._steps = 0
         self._schedule_steps: int | None = None
@@ -267,8 +284,9 @@ class _Course:
         return log
 
     def join(self) -> None:
-        """Ends the sharing of experts: the teacher is whole on every process, and trains no further."""
-        join_experts(self.teacher, self._learner.shard)
+        """Ends the sharing: the teacher is whole on every process, and trains no further."""
+        join_experts(self.teacher, self._experts)
+        join_tables(self.teacher, self._tables)
 
     def mint_space(self) -> None:
         self.teacher.compressor.mint()

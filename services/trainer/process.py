@@ -24,7 +24,7 @@ from model.training.fitting import FitConfig, Progress
 from model.training.parallel import Processes, joined
 from model.training.published import Version, publish_foundation
 from model.training.rows import ReplayRows, spread
-from model.training.trainer import RunConfig, Trained, train
+from model.training.trainer import RunConfig, Teams, Trained, train
 from services.runtime import metrics, telemetry
 from services.trainer.settings import TrainerSettings
 
@@ -79,8 +79,8 @@ def run(settings: TrainerSettings, asked: Asked) -> Path | None:
         config = run_config(settings, asked)
         report = _Reporter(registry) if processes.leads else _silent
         trained = train(
-            config, replay, processes=processes, expert_processes=settings.expert_processes,
-            checkpoints=settings.checkpoints, on_progress=report,
+            config, replay, processes=processes, checkpoints=settings.checkpoints, on_progress=report,
+            teams=Teams(experts=settings.expert_processes, tables=settings.table_processes),
         )  # fmt: skip
         folder = _publish(settings.models, asked, config, trained, replay, processes) if processes.leads else None
         processes.barrier()

@@ -31,6 +31,8 @@ class TrainerSettings:
     world_size: int = field(default=1, metadata={"env": "WORLD_SIZE"})
     expert_processes: int = 1
     """Neighbours who share the experts of a mixture out, of which each else holds all; must divide experts and processes."""
+    table_processes: int = 1
+    """Neighbours who share the rows of embedding tables out, of which each else holds all; must divide the processes."""
     torch_threads: int = 1
     requests: str = "request"
     """What a row is: `request`, or `impression` for logs whose requests are unknown."""
@@ -52,10 +54,9 @@ class TrainerSettings:
             raise ValueError(f"RANK {self.rank} must be at least 0 and below WORLD_SIZE {self.world_size}")
         if self.requests not in ("request", "impression"):
             raise ValueError(f"requests is {self.requests!r}; it must be 'request' or 'impression'")
-        if self.expert_processes < 1 or self.world_size % self.expert_processes:
-            raise ValueError(
-                f"expert_processes is {self.expert_processes}; it must divide WORLD_SIZE, which is {self.world_size}"
-            )
+        for name in ("expert_processes", "table_processes"):
+            if getattr(self, name) < 1 or self.world_size % getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must divide WORLD_SIZE, which is {self.world_size}")
         for name in ("batch_requests", "epochs", "torch_threads", "checkpoint_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

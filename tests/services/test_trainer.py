@@ -47,7 +47,8 @@ def test_two_processes_under_torchrun_train_and_publish_one_version(tables: Path
     command = [*torchrun, "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "services.trainer", *ASKED]
     done = subprocess.run(
         [*command, "--version", "1", "--valid-to", str(START_MS + 3 * DAY_MS)],
-        env=environment(tables, tmp_path, GEM_PROCESSES="2"), capture_output=True, text=True, timeout=110, check=False,
+        env=environment(tables, tmp_path, GEM_PROCESSES="2", GEM_TABLE_PROCESSES="2"),
+        capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = load_foundation(tmp_path / "models" / "gem", load_spec(SPEC))
@@ -83,11 +84,12 @@ def test_processes_that_are_missing_are_noticed_before_anything_else() -> None:
 
 
 @pytest.mark.parametrize("size", ["0", "3"])
-def test_processes_that_cannot_share_experts_out_evenly_are_refused(size: str) -> None:
-    given = {"GEM_SPEC": "s", "GEM_TABLES": "t", "GEM_MODELS": "m", "WORLD_SIZE": "4", "GEM_EXPERT_PROCESSES": size}
-    with pytest.raises(SettingsError, match=f"expert_processes is {size}; it must divide WORLD_SIZE, which is 4"):
-        load(TrainerSettings, given)
-    assert load(TrainerSettings, {**given, "GEM_EXPERT_PROCESSES": "2"}).expert_processes == 2
+@pytest.mark.parametrize("name", ["expert_processes", "table_processes"])
+def test_processes_that_cannot_share_a_model_out_evenly_are_refused(name: str, size: str) -> None:
+    given = {"GEM_SPEC": "s", "GEM_TABLES": "t", "GEM_MODELS": "m", "WORLD_SIZE": "4"}
+    with pytest.raises(SettingsError, match=f"{name} is {size}; it must divide WORLD_SIZE, which is 4"):
+        load(TrainerSettings, {**given, f"GEM_{name.upper()}": size})
+    assert getattr(load(TrainerSettings, {**given, f"GEM_{name.upper()}": "2"}), name) == 2
 
 
 def job(**changes: object) -> dict[str, object]:
