@@ -23,6 +23,9 @@ from torch.nn import Parameter
 from feature_store.errors import FailedPrecondition, InvalidInput
 from model.training.state import Rows, dealt
 
+PATIENCE_SECONDS = 600.0
+"""Longest that a process waits for the others."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processes:
@@ -98,9 +101,9 @@ class Processes:
             raise InvalidInput(f"{self.world_size} processes make no teams of {size}; choose a divisor of their number")
         if size == 1:
             return Processes(), self
-        ranks = np.arange(self.world_size).reshape(-1, size)
-        team, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-        place, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+        ranks, patience = np.arange(self.world_size).reshape(-1, size), timedelta(seconds=PATIENCE_SECONDS)
+        team, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=patience)
+        place, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=patience)
         return (
             Processes(rank=self.rank % size, world_size=size, group=team),
             Processes(rank=self.rank // size, world_size=self.world_size // size, group=place),
@@ -126,7 +129,7 @@ class Processes:
 
 
 @contextmanager
-def joined(processes: Processes, init_method: str, *, timeout_seconds: float = 600.0) -> Iterator[Processes]:
+def joined(processes: Processes, init_method: str, *, timeout_seconds: float = PATIENCE_SECONDS) -> Iterator[Processes]:
     """Processes that can reach each other by gloo, until the block ends.
 
     Raises:
