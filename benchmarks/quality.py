@@ -22,6 +22,7 @@ import lightgbm
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks import libraries
 from benchmarks.learning import against, begun, learner_of, scorer
 from benchmarks.logs import LOGS, Log
 from benchmarks.measure import finish, names_of, parser
@@ -32,6 +33,7 @@ from feature_store.splits import Splits
 from feature_store.tables import Tables
 from model.baselines.frame import Baseline
 from model.baselines.presets import PRESETS
+from model.nn.shape import input_shape
 from model.training.evaluate import (
     POOLED,
     Predictions,
@@ -94,8 +96,9 @@ def _options() -> argparse.Namespace:
     made.add_argument("--seeds", type=int, default=3, help="runs of every neural model")
     made.add_argument("--preset", default="model.gem.presets:public_s", help="foundation model")
     made.add_argument("--epochs", type=int, default=2, help="passes of a neural model over the training rows, in order of time as the trainer makes them")
-    known = names_of(["rate", "lightgbm", *PRESETS, "foundation"])
-    made.add_argument("--models", type=known, default="rate,lightgbm,din,foundation", help=f"rows of the table; also {', '.join(PRESETS)}")
+    others = [*PRESETS, *libraries.LIBRARY]
+    known = names_of(["rate", "lightgbm", *others, "foundation"])
+    made.add_argument("--models", type=known, default="rate,lightgbm,din,foundation", help=f"rows of the table; also {', '.join(others)}")
     made.add_argument("--keep", type=Path, help="folder that keeps the imported tables and every run, so that the same command goes on where it was stopped")
     return made.parse_args()
 
@@ -120,6 +123,7 @@ def _models(options: argparse.Namespace) -> Mapping[str, Fit]:
         "rate": _rate,
         "lightgbm": _lightgbm,
         **{name: partial(_neural, made, options=options) for name, made in PRESETS.items()},
+        **{name: partial(_library, name) for name in libraries.LIBRARY},
         "foundation": lambda split, seed: _foundation(split, seed, options),
     }
     return {name: known[name] for name in options.models}
@@ -205,6 +209,13 @@ def _neural(made: Callable[[Layout], Baseline], split: Split, seed: int, options
     config = FitConfig(batch_requests=BATCH, epochs=options.epochs, seed=seed)
     fit(learner_of(model, seed), split.train, config, quarantine=Quarantine(split.replay.layout))
     return predict(scorer(model), split.test)
+
+
+def _library(name: str, split: Split, seed: int) -> Predictions:
+    parts = {part: split.batches(part) for part in ("train", "valid", "test")}
+    known = split.replay.spec.objectives
+    objectives = [known.index(objective) for objective in split.log.objectives]
+    return _predictions(split, libraries.fitted(name, input_shape(split.replay.layout), parts, objectives, seed))
 
 
 def _foundation(split: Split, seed: int, options: argparse.Namespace) -> Predictions:

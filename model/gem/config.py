@@ -28,6 +28,7 @@ class EventConfig:
     """Its stack's; deeper layers of the model read its last summary."""
     block: int | None = None
     radius: int | None = None
+    causal_blocks: bool | None = None
     max_events: int | None = None
     pool_sources: bool | None = None
 
