@@ -2,13 +2,15 @@
 
 Knows the world, the training loop and where runs lie. Does not know what is compared.
 
-Every impression is a request of its own, as of its own time; the last day is scored, all days before are trained on once.
+Unless told otherwise, every impression is a request of its own, as of its own time; the last day is scored, all days before
+are trained on once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from benchmarks.learning import Make, Scored, begun, learner_of, scorer
 from feature_store.batch import FeatureBatch
 from feature_store.replay import Replay
-from feature_store.spec import load_spec
+from feature_store.spec import Spec, load_spec
 from feature_store.tables import Tables
 from feature_store.world import DAY_MS, START_MS, WorldConfig, generate
 from model.baselines import frame
@@ -51,33 +53,55 @@ class Trial:
     seconds: float
     """Of training."""
     rows: int
-    """Trained on."""
+    """Candidates trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What is read of a world: a spec, and which requests."""
+
+    name: str = ""
+    """Tells folders apart; no name: that of readings which had none."""
+    spec: Callable[[], Spec] = lambda: load_spec(WORLD)
+    train: Callable[[Replay, WorldConfig], ReplayRows] = lambda replay, world: ReplayRows(
+        replay, START_MS, world.end_ms - DAY_MS, requests="impression"
+    )
+    test: Callable[[Replay, WorldConfig], ReplayRows] = lambda replay, world: ReplayRows(
+        replay, world.end_ms - DAY_MS, world.end_ms, requests="impression"
+    )
+    samples: int = 10_000
+    """Requests that statistics are taken from."""
+    scored: int = 512
+    """Requests that are scored at once."""
 
 
 class Trials:
     """Runs on one world, in a folder."""
 
-    def __init__(self, folder: Path, world: WorldConfig, *, batch: int = 128) -> None:
-        self.world, self.batch = world, batch
-        digest = hashlib.sha256(repr((world, batch)).encode()).hexdigest()[:8]
-        self._folder = folder / digest
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, world: WorldConfig, *, batch: int = 128, reading: Reading | None = None) -> None:
+        self.world, self.batch, self._reading = world, batch, reading or Reading()
+        named = (self._reading.name, self._reading.spec().hash.hex()) if self._reading.name else ()
+        digest = hashlib.sha256(repr((world, batch, *named)).encode()).hexdigest()[:8]
+        self.folder = folder / digest
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     @cached_property
     def replay(self) -> Replay:
         """The world's log, generated unless it lies there."""
-        tables = Tables(self._folder / "tables")
+        tables = Tables(self.folder / "tables")
         if not tables.exists("impressions"):
             generate(self.world, tables)
-        return Replay(load_spec(WORLD), tables)
+        return Replay(self._reading.spec(), tables)
 
     @cached_property
-    def _train(self) -> ReplayRows:
-        return ReplayRows(self.replay, START_MS, self.world.end_ms - DAY_MS, requests="impression")
+    def train(self) -> ReplayRows:
+        """Rows that are trained on."""
+        return self._reading.train(self.replay, self.world)
 
     @cached_property
-    def _test(self) -> ReplayRows:
-        return ReplayRows(self.replay, self.world.end_ms - DAY_MS, self.world.end_ms, requests="impression")
+    def test(self) -> ReplayRows:
+        """Rows that are scored."""
+        return self._reading.test(self.replay, self.world)
 
     @cached_property
     def bayes(self) -> float:
@@ -85,18 +109,18 @@ class Trials:
         log = self.replay.tables.read("impressions", columns=["example_id", f"truth_{OBJECTIVE}"])
         place = {name: at for at, name in enumerate(log["example_id"].to_pylist())}
         test = self.replay.impressions
-        shown = self._test.examples.impression
+        shown = self.test.examples.impression
         truth = log[f"truth_{OBJECTIVE}"].to_numpy()[[place[bytes(name)] for name in test.example_id[shown]]]
         return _number(metrics.ne(truth, self._labels))
 
     @cached_property
     def _labels(self) -> npt.NDArray[np.float32]:
-        _, targets = self._test.batch(np.arange(len(self._test)))
+        _, targets = self.test.batch(np.arange(len(self.test)))
         return targets.labels[:, self.replay.spec.objectives.index(OBJECTIVE)]
 
     def run(self, name: str, seed: int, make: Make) -> Trial:
         """The trial of that name and seed: from its file if it is there, else trained now."""
-        path = self._folder / f"{name}-{seed}.json"
+        path = self.folder / f"{name}-{seed}.json"
         if path.exists():
             return Trial(**json.loads(path.read_text()))
         trial, predictions = self._trained(name, seed, make)
@@ -109,27 +133,27 @@ class Trials:
 
     def predictions(self, trial: Trial) -> Predictions:
         """What a trial's model said of the test rows."""
-        blank = predict(lambda batch: np.zeros((batch.num_candidates, len(self.replay.spec.objectives)), np.float32), self._test)
-        return blank._replace(probabilities_NK=np.load(self._folder / f"{trial.name}-{trial.seed}.npy"))
+        blank = predict(lambda batch: np.zeros((batch.num_candidates, len(self.replay.spec.objectives)), np.float32), self.test)
+        return blank._replace(probabilities_NK=np.load(self.folder / f"{trial.name}-{trial.seed}.npy"))
 
     def _trained(self, name: str, seed: int, make: Make) -> tuple[Trial, Predictions]:
-        model = begun(make, self.replay.layout, self._train.samples(10_000), seed)
+        model = begun(make, self.replay.layout, self.train.samples(self._reading.samples), seed)
         start = perf_counter()
         self._fit(model, seed)
         seconds = perf_counter() - start
-        predictions = predict(scorer(model), self._test)
+        predictions = predict(scorer(model), self.test, batch_requests=self._reading.scored)
         k = self.replay.spec.objectives.index(OBJECTIVE)
         p, labels = predictions.probabilities_NK[:, k], predictions.labels_NK[:, k]
-        sample, _ = self._test.batch(np.arange(min(2048, len(self._test))))
+        sample, _ = self.test.batch(np.arange(min(2048, len(self.test))))
         trial = Trial(
             name, seed, _number(metrics.ne(p, labels)), _number(metrics.auc(p, labels)),
-            forward_flops(model, sample) / sample.num_candidates, seconds, len(self._train),
+            forward_flops(model, sample) / sample.num_candidates, seconds, self.train.examples.num_candidates,
         )  # fmt: skip
         return trial, predictions
 
     def _fit(self, model: Scored, seed: int) -> None:
         config = FitConfig(batch_requests=self.batch, window_requests=200_000, seed=seed)
-        fit(learner_of(model, seed), self._train, config, quarantine=Quarantine(self.replay.layout))
+        fit(learner_of(model, seed), self.train, config, quarantine=Quarantine(self.replay.layout))
 
 
 def forward_flops(model: Scored, batch: FeatureBatch) -> float:

@@ -6,15 +6,15 @@ Knows the laws of the world and the tables. Does not know models.
 The functional form is ours; what it shows must be confirmed on real logs.
 
 logit P(click) = b_s + slope_s · (interest·(w_s ⊙ v) + intent·(w_s ⊙ v) + quality + profile + sequence), with
-interest and intent Ornstein-Uhlenbeck processes (half-lives 60 and 3 days), w_s the surface's response (a shared part
-and a private one), sequence = Σ over the last 20 impressions of action weight · exp(−k/6) · v_k·v_i.
+interest and intent Ornstein-Uhlenbeck processes (half-lives 60 days and, unless chosen, 3), w_s the surface's response
+(a shared part and a private one), sequence = Σ over the last 20 impressions of action weight · exp(−k/6) · v_k·v_i.
 Outcomes after a click have vectors of their own that share a subspace with the click's, and log-normal delays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,11 @@ _BUSIEST = 40
 _TABLES = ("catalogue", "users", "events", "impressions", "outcomes")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+_LATER = ("intent_half_life_days",)
+"""Laws that worlds had before they could be chosen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class WorldConfig:
     """Size and laws of a world."""
 
@@ -63,6 +67,13 @@ class WorldConfig:
     returning: float = 0.3
     """0 … 1: how many slots go to an ad that the user was shown lately, if it is still live."""
     dim: int = 8
+    intent_half_life_days: float = 3.0
+    """How fast intents change; if slowly, old events say as much of them as new ones."""
+
+    def __repr__(self) -> str:
+        """What a kept world is known by: a law that was fixed once is left out while it is as it was then."""
+        said = [own for own in fields(self) if own.name not in _LATER or getattr(self, own.name) != own.default]
+        return f"WorldConfig({', '.join(f'{own.name}={getattr(self, own.name)!r}' for own in said)})"
 
     def __post_init__(self) -> None:
         for name, least in (("users", 1), ("ads", 1), ("days", 1), ("shown", 1), ("dim", 1), ("seed", 0)):
@@ -76,6 +87,8 @@ class WorldConfig:
                 f"requests_per_user is {self.requests_per_user}; it must be above 0, and at most {_BUSIEST} a day: "
                 f"{_BUSIEST * self.days} in {self.days} days"
             )
+        if not 0 < self.intent_half_life_days < float("inf"):
+            raise InvalidInput(f"intent_half_life_days is {self.intent_half_life_days}; it must be positive and finite")
         for name, most in (("feature_gap", 1), ("cross_surface", 1), ("returning", 1), ("sequence_strength", 100)):
             if not 0 <= getattr(self, name) <= most:  # neither holds for NaN
                 raise InvalidInput(f"{name} is {getattr(self, name)}; it must lie between 0 and {most}")
@@ -159,7 +172,7 @@ class _Users:
     """A chunk of users: what they want, and the last things they saw."""
 
     def __init__(self, config: WorldConfig, rng: np.random.Generator, size: int) -> None:
-        self.rng = rng
+        self.rng, self.half_lives = rng, (60.0, config.intent_half_life_days)
         self.interest = rng.normal(size=(size, config.dim))
         self.intent = rng.normal(size=(size, config.dim))
         self.profile = np.stack(
@@ -178,7 +191,7 @@ class _Users:
     def advance(self, active: Ints, now: Ints) -> None:
         """Lets interests and intents of the active users drift until `now`."""
         days = (now - self.clock[active]) / DAY_MS
-        for state, half_life in ((self.interest, 60.0), (self.intent, 3.0)):
+        for state, half_life in zip((self.interest, self.intent), self.half_lives, strict=True):
             keep = 0.5 ** (days / half_life)[:, None]
             noise = self.rng.normal(size=(len(active), state.shape[1]))
             state[active] = keep * state[active] + np.sqrt(1 - keep**2) * noise

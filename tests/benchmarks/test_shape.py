@@ -15,14 +15,19 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks import libraries
 from benchmarks.frappe import COLUMNS, NEGATIVES, with_negatives
 from benchmarks.learning import against
+from benchmarks.lengths import Cell
+from benchmarks.lengths import law as law_of_lengths
 from benchmarks.measure import names_of
 from benchmarks.scaling import law, slope_ratio
 from benchmarks.trials import Trial
 from model.baselines.presets import PRESETS
+from model.nn.shape import input_shape
 from model.training.evaluate import Predictions
 from model.training.metrics import ne
+from tests.model.world_batches import batch_of, layout
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = Path(os.environ.get("GEM_DATA", ROOT.parent / "shared" / "data"))
@@ -166,6 +171,25 @@ def test_a_name_that_is_not_known_is_refused_with_those_that_are() -> None:
         names_of(["one", "two"])("one,three")
 
 
+def test_a_library_is_given_the_newest_events_of_every_row_and_quantiles_of_training_rows() -> None:
+    train, rows = batch_of([3, 0, 70], [1, 1, 1]), batch_of([0, 2, 0], [1, 1, 1])
+    table = libraries.Table(input_shape(layout()), train)
+    columns = table.columns(train)
+    ad = next(column for column in table.read if column.name == "ad")
+    assert columns[libraries.LENGTH].tolist() == [3, 0, libraries.EVENTS]
+    read = columns[libraries.HISTORY + "ad"]
+    place = [column.name for column in layout().event_ids].index("ad")
+    assert read[0, :3].tolist() == (train.event_ids[:3, place] % ad.rows).tolist()
+    assert read[2].tolist() == (train.event_ids[3 : 3 + libraries.EVENTS, place] % ad.rows).tolist(), "newest first"
+    assert not read[0, 3:].any()
+    assert not read[1].any()
+    low = rows._replace(user_dense=np.full_like(rows.user_dense, -1e9), ad_dense=np.full_like(rows.ad_dense, 1e9))
+    said = table.columns(low)
+    ends = [set(said[name].tolist()) for name in table.dense]
+    assert ends == [{0.0}] * rows.user_dense.shape[1] + [{1.0}] * rows.ad_dense.shape[1]
+    assert said[libraries.HISTORY + "ad"].shape == (3, libraries.EVENTS)
+
+
 def test_drawn_negatives_are_apps_that_their_situation_has_not_used() -> None:
     random = np.random.default_rng(3)
     positives = random.integers(0, 4, (300, len(COLUMNS)))
@@ -217,6 +241,43 @@ def test_the_law_of_a_known_slope_is_found() -> None:
     value, low, high = slope_ratio(runs, [dataclasses.replace(run, ne=0.45 + run.ne / 2) for run in runs])
     assert low < 2.0 < high
     assert value == pytest.approx(2.0)
+
+
+@pytest.mark.timeout(300)
+def test_the_lengths_benchmark_reads_full_histories_of_other_users_and_goes_on_from_kept_runs(tmp_path: Path) -> None:
+    arguments = ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.svg")]
+    first = _run("lengths", tmp_path / "out.json", *arguments)
+    cells, facts = first["cells"], first["facts"]
+    assert isinstance(cells, list)
+    assert isinstance(facts, dict)
+    longest = max(cell["length"] for cell in cells)
+    assert len(cells) == len({(cell["size"], cell["length"]) for cell in cells}) == 8
+    assert min(facts["train_fewest_events"], facts["test_fewest_events"]) >= longest, "no row lacks what a model may read"
+    assert facts["bayes"] < facts["surface"]
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+    for kept in (tmp_path / "runs").rglob("tables"):
+        shutil.rmtree(kept)  # the law is fitted anew from runs alone
+    again = _run("lengths", tmp_path / "again.json", *arguments)
+    assert (again["cells"], again["laws"]) == (cells, first["laws"]), "seconds of training and all: nothing was trained twice"
+
+
+@pytest.mark.parametrize("c", [-0.004, 0.0, 0.004])
+def test_the_joint_law_of_length_and_compute_is_found(c: float) -> None:
+    random = np.random.default_rng(1)
+    cells = []
+    for size, x in (("small", -1.5), ("middle", 0.0), ("large", 1.5)):
+        for length in (50, 200, 800, 2000, 4000):
+            far = length / 50
+            ne = 0.8 - 0.01 * x + 0.05 * far**-0.6 + c * x * np.log(far)
+            seeds = tuple(float(ne + 5e-4 * random.normal()) for _ in range(3))
+            cells.append(Cell(size=size, length=length, compute=1e12 * float(np.exp(x)), ne=seeds, speed=1.0))
+    found = law_of_lengths(cells)
+    assert found.c == pytest.approx(c, abs=4e-4)
+    assert found.low < found.c < found.high < found.low + 1.5e-3
+    assert (found.a, found.b, found.beta) == pytest.approx((-0.01, 0.05, 0.6), abs=0.01, rel=0.25)
+    means = np.array([np.mean(cell.ne) for cell in cells])
+    at = found(np.array([cell.compute for cell in cells]), np.array([float(cell.length) for cell in cells]))
+    assert np.abs(at - means).max() < 1.5e-3
 
 
 @pytest.mark.timeout(300)

@@ -80,6 +80,8 @@ def _entropy(p: npt.NDArray[np.float64], y: npt.NDArray[np.bool_]) -> float:
         ({"feature_gap": 1.1}, r"feature_gap is 1\.1; it must lie between 0 and 1"),
         ({"cross_surface": math.nan}, "cross_surface is nan"),
         ({"returning": -0.1}, r"returning is -0\.1"),
+        ({"intent_half_life_days": 0.0}, r"intent_half_life_days is 0\.0; it must be positive and finite"),
+        ({"intent_half_life_days": math.nan}, "intent_half_life_days is nan"),
     ],
 )
 def test_a_world_that_cannot_be_is_refused_by_name_and_rule(change: dict[str, Any], message: str) -> None:
@@ -92,6 +94,14 @@ def test_equal_configurations_give_equal_tables_and_other_seeds_others(world: Ta
     for name in TABLES:
         assert _ordered(same, name) == _ordered(world, name)
         assert _ordered(other, name) != _ordered(world, name)
+
+
+def test_a_law_that_could_not_be_chosen_once_changes_no_name_of_a_world_and_a_choice_changes_its_tables(tmp_path: Path) -> None:
+    assert "intent" not in repr(CONFIG), "kept worlds and runs are found by this name"
+    slow = replace(CONFIG, users=20, intent_half_life_days=30.0)
+    assert "intent_half_life_days=30.0" in repr(slow)
+    own, usual = _made(tmp_path / "own", slow), _made(tmp_path / "usual", replace(CONFIG, users=20))
+    assert _ordered(own, "impressions") != _ordered(usual, "impressions")
 
 
 def test_a_world_is_not_added_to_another(world: Tables) -> None:
