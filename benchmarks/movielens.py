@@ -5,11 +5,12 @@
 Knows the data set's file and the protocol of facebookresearch/generative-recommenders (configs/ml-1m, hstu- and
 sasrec-sampled-softmax-n128-final): newest 200 items, AdamW, 128 sampled negatives, ranks among all items. Does not know models.
 
-The last item of every user is the test target, and all items before it are removed from the ranks. Where the authors train on
-all others for 101 passes and read the test targets after each, here the item before the last is held out too: the pass with
-the highest NDCG@10 on it is tested, once, with it in the history. So training has one item a user less. The file has an
-order and no times, so nothing here knows time; HSTU's authors do. Their own filter of items differs slightly. They remove only
-the 200 items that the model reads; those figures end in `_read`. A run lies in RUNS and goes on where it was stopped.
+The last item of every user is the test target; what the user had before is removed from the ranks. The authors' code trains on
+all other items for 101 passes and reads the test targets after each. Here the item before the last is held out too: the pass
+with the highest NDCG@10 on it is tested, once, with it in the history; so training has one item a user less. The file has an
+order and no times, so no rival here knows time, which the authors' HSTU does. Their filter of films differs slightly from this
+file's, and they remove only the 200 items that a model reads: figures that end in `_read` are of that. Negatives are shared by
+few places (`sampled_softmax`), where theirs are drawn for each. A run lies in RUNS and goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -112,10 +113,12 @@ def main() -> None:
         data = histories(options.source, users=QUICK_USERS if options.quick else None)
         cells = [_cell(name, seed, data, runs, options) for name in options.models for seed in range(options.seeds)]
     keys = ("hr@10", "ndcg@10", "hr@50", "mrr", "hr@10_read", "ndcg@10_read")
-    rows: list[list[object]] = [[c["model"], c["seed"], *(c["test"][key] for key in keys), c["best"], c["passes"]] for c in cells]
-    rows += [[f"{name} (published)", None, *values, *[None] * 6] for name, values in PUBLISHED.items()]
+    rows: list[list[object]] = [
+        [c["model"], c["seed"], *(c["test"][key] for key in keys), c["best"], c["passes"], c["layer_parameters"]] for c in cells
+    ]
+    rows += [[f"{name} (published)", None, *values, *[None] * 7] for name, values in PUBLISHED.items()]
     result = {"benchmark": "next item on MovieLens-1M", "cells": cells, "published": PUBLISHED, "quick": options.quick}
-    finish(result, out=options.json, columns=["model", "seed", *keys, "pass", "of"], rows=rows)
+    finish(result, out=options.json, columns=["model", "seed", *keys, "pass", "of", "in layers"], rows=rows)
 
 
 def _options() -> argparse.Namespace:
