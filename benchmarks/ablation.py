@@ -1,9 +1,11 @@
-"""Takes parts of the foundation model away, one at a time, and says what each was worth, on a generated world.
+"""Takes parts of the foundation model away, one at a time, and says what each was worth, on a generated world or a real log.
 
     python -m benchmarks.ablation --runs DIR --seeds 3 --json OUT
+    python -m benchmarks.ablation --data kuairand --source LOG --runs DIR --seeds 3 --json OUT
 
 Knows which module stands for which part: variants are made from outside, the model has no switch for them. Does not know
-training. Runs lie in DIR: the same command goes on where it was stopped. The world's functional form is ours.
+training. Runs lie in DIR: the same command goes on where it was stopped. The world's functional form is ours. A real log is
+passed twice, as `benchmarks.quality` does, and its test rows are scored.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.learning import against
+from benchmarks.logs import LOGS
 from benchmarks.measure import finish, names_of, parser
-from benchmarks.trials import OBJECTIVE, WORLD, Trial, Trials
+from benchmarks.trials import OBJECTIVE, LogTrials, Trial, Trials, WorldTrials
 from feature_store.layout import Layout
-from feature_store.spec import Spec, load_spec
+from feature_store.spec import Spec
 from feature_store.world import WorldConfig
 from model.gem.config import EventConfig, GemConfig
 from model.gem.encoder import KunlunLayer, StreamLayer
@@ -35,19 +38,23 @@ from model.kernels.jagged_attention import jagged_attention
 from model.nn.jagged import Jagged
 from model.nn.norm import rms_norm
 from model.training.evaluate import POOLED
+from model.training.fitting import FitConfig
 from model.training.metrics import Undefined
 
 Part = TypeVar("Part", bound=nn.Module)
 SIZE = WorldConfig(users=600, ads=400, days=8, dim=4)
-LONGEST = sum(source.max_length for source in load_spec(WORLD).message.event_sources)
-"""Events of a request at most: one block of them all is full attention."""
 QUICK = WorldConfig(users=16, ads=40, days=3, requests_per_user=4, dim=4)
 CONFIG = GemConfig(
     width=32, heads=2, layers=4, seeds=32, sequence_tokens=8, rank=8, hidden=128, experts=2, factor_tokens=8, linear_tokens=8,
     block=16, radius=1,
 )  # fmt: skip
-SEARCHES = EventConfig(merge_group="search", width=16, heads=1, seeds=16, sequence_tokens=4, layers=2, block=8)
-"""Half of what impressions have: as the published pair of clicks and impressions differ, but for the depth (3 and 2 there)."""
+REAL = FitConfig(batch_requests=256, epochs=2)
+"""How a real log is passed."""
+QUICK_ROWS = 400
+"""Of each part of a real log, in a quick run."""
+HALF = EventConfig(merge_group="of a source", width=16, heads=1, seeds=16, sequence_tokens=4, layers=2, block=8)
+"""Of the second source's stream. Half of what the others have: as the published pair of clicks and impressions differ, but
+for the depth (3 and 2 there)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ def main() -> None:
     """Trains what is missing and prints what each part was worth."""
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
-        trials = Trials(options.runs or Path(folder), QUICK if options.quick else SIZE)
+        trials = _trials(options, options.runs or Path(folder))
         names = [name for name in VARIANTS if name == WHOLE or name in options.variants]
         seeds = range(1 if options.quick else options.seeds)
         runs: dict[str, list[Trial]] = {name: [] for name in names}
@@ -73,10 +80,10 @@ def main() -> None:
             for name in names:
                 runs[name].append(trials.run(name.replace(" ", "-"), seed, VARIANTS[name].make))
         rows, cells = _compared(trials, runs)
-        bayes = trials.bayes
+        known = {"bayes": trials.bayes, "world": asdict(trials.world)} if isinstance(trials, WorldTrials) else {"data": options.data}
+    title = f"ablation on {'a generated world' if options.data == 'world' else LOGS[options.data].title}"
     result = {
-        "benchmark": "ablation on a generated world", "cells": cells, "bayes": bayes, "config": asdict(CONFIG),
-        "world": asdict(trials.world), "seeds": len(seeds), "quick": options.quick,
+        "benchmark": title, "cells": cells, "config": asdict(CONFIG), "seeds": len(seeds), "quick": options.quick, **known,
     }  # fmt: skip
     columns = ["variant", "NE", "±", "NE − whole", "95 % over users", "published", "MFLOP an example", "examples a second"]
     finish(result, out=options.json, columns=columns, rows=rows)
@@ -86,9 +93,20 @@ def _options() -> argparse.Namespace:
     made = parser(__doc__.split("\n", 1)[0] if __doc__ else "")
     made.add_argument("--runs", type=Path, help="folder that keeps runs; without it nothing is kept")
     made.add_argument("--seeds", type=int, default=3, help="runs of each variant")
+    made.add_argument("--data", choices=["world", *LOGS], default="world", help="what is learned from")
+    made.add_argument("--source", type=Path, help="folder of a real log's files")
     every = ",".join(VARIANTS)
     made.add_argument("--variants", type=names_of(VARIANTS), default=every, help="set against the whole model, separated by commas")
-    return made.parse_args()
+    options = made.parse_args()
+    if options.data != "world" and not options.source:
+        made.error(f"--data {options.data} is a real log; name the folder of its files by --source")
+    return options
+
+
+def _trials(options: argparse.Namespace, folder: Path) -> Trials:
+    if options.data == "world":
+        return WorldTrials(folder, QUICK if options.quick else SIZE)
+    return LogTrials(folder, options.data, options.source, REAL, most=QUICK_ROWS if options.quick else None)
 
 
 def _compared(
@@ -154,12 +172,23 @@ def pooled_by_attention(layout: Layout) -> FoundationModel:
     return model
 
 
+def full_attention(layout: Layout) -> FoundationModel:
+    """One block of all the events that a request can have."""
+    return configured(layout, block=sum(source.max_length for source in layout.spec.message.event_sources), radius=0)
+
+
 def unmerged(layout: Layout, **changes: object) -> FoundationModel:
     """A stream of events for every source, in place of one."""
-    message = load_spec(WORLD).message
+    message = type(layout.spec.message)()
+    message.CopyFrom(layout.spec.message)
     for source in message.event_sources:
         source.merge_group = source.name
     return configured(Layout(Spec(message)), **changes)
+
+
+def personalized(layout: Layout) -> FoundationModel:
+    """The second source's stream is smaller than the first's."""
+    return unmerged(layout, events=(dataclasses.replace(HALF, merge_group=layout.spec.event_sources[1]),))
 
 
 def _of(model: nn.Module, kind: type[Part]) -> list[Part]:
@@ -221,11 +250,11 @@ VARIANTS: dict[str, Variant] = {
     "sole": Variant(sole, "+, most"),
     "PMA for HSP": Variant(pooled_by_attention, "+0.08 %"),
     "linear PFFN": Variant(partial(configured, pffn_activations=("identity",)), "+0.04 %", counted=True),
-    "full attention": Variant(partial(configured, block=LONGEST, radius=0), "≈ (0.02 %)", counted=True),
+    "full attention": Variant(full_attention, "≈ (0.02 %)", counted=True),
     "no CompSkip": Variant(partial(configured, schedule="full"), "≈ (0.02 %)", counted=True),
     "candidate context": Variant(partial(configured, pffn_context="candidate"), "none: our own choice", counted=True),
     "separate sequences": Variant(unmerged, "+0.02 %", counted=True),
-    "personalized events": Variant(partial(unmerged, events=(SEARCHES,)), "none given; FLOPs −11 %", counted=True),
+    "personalized events": Variant(personalized, "none given; FLOPs −11 %", counted=True),
 }
 """What the published ablations of Kunlun and InterFormer take away, and the one decision that is ours."""
 

@@ -29,7 +29,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.measure import finish, parser
 from benchmarks.scaling import kunlun
-from benchmarks.trials import OBJECTIVE, WORLD, Reading, Trial, Trials
+from benchmarks.trials import OBJECTIVE, WORLD, Reading, Trial, WorldTrials
 from feature_store.asof import Queries, before, expand
 from feature_store.replay import Examples, Replay
 from feature_store.spec import IMPRESSION, Spec, load_spec
@@ -121,7 +121,7 @@ def main() -> None:
     options = _options()
     plan, seeds = (QUICK, 2) if options.quick else (FULL, options.seeds)
     with tempfile.TemporaryDirectory() as folder:
-        trials = Trials(options.runs or Path(folder), plan.world, batch=plan.batch, reading=reading(plan))
+        trials = WorldTrials(options.runs or Path(folder), plan.world, batch=plan.batch, reading=reading(plan))
         runs = _runs(trials, seeds, plan)
         facts = _facts(trials)
     cells = [_cell(f"{width}x{layers}", length, of) for (width, layers, length), of in sorted(runs.items())]
@@ -139,7 +139,7 @@ def _options() -> argparse.Namespace:
     return made.parse_args()
 
 
-def _runs(trials: Trials, seeds: int, plan: Plan) -> dict[tuple[int, int, int], list[Trial]]:
+def _runs(trials: WorldTrials, seeds: int, plan: Plan) -> dict[tuple[int, int, int], list[Trial]]:
     """Seed by seed: a stopped benchmark has comparable runs of all sizes and lengths."""
     runs: dict[tuple[int, int, int], list[Trial]] = {}
     for seed in range(seeds):
@@ -216,7 +216,7 @@ def chosen_of(examples: Examples, rows: Ints) -> Examples:
     )  # fmt: skip
 
 
-def _facts(trials: Trials) -> dict[str, float]:
+def _facts(trials: WorldTrials) -> dict[str, float]:
     """What no model changes, kept beside the runs: NE of the world's own probabilities and of each surface's rate, and rows."""
     path = trials.folder / "facts.json"
     if not path.exists():
@@ -225,7 +225,7 @@ def _facts(trials: Trials) -> dict[str, float]:
     return facts
 
 
-def _measured(trials: Trials) -> dict[str, float]:
+def _measured(trials: WorldTrials) -> dict[str, float]:
     k = trials.replay.spec.objectives.index(OBJECTIVE)
     labels, surfaces, events, users = {}, {}, {}, {}
     for name, rows in (("train", trials.train), ("test", trials.test)):

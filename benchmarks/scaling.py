@@ -27,7 +27,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.learning import Make
 from benchmarks.measure import finish, parser
-from benchmarks.trials import Reading, Trial, Trials
+from benchmarks.trials import Reading, Trial, WorldTrials
 from feature_store.world import DAY_MS, START_MS, WorldConfig
 from model.baselines.interformer import InterFormerConfig, InterFormerNetwork
 from model.gem.config import GemConfig
@@ -87,7 +87,7 @@ def main() -> None:
     """Trains what is missing, then fits, prints and draws."""
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
-        trials = Trials(options.runs or Path(folder), QUICK if options.quick else WORLD, batch=BATCH, reading=REQUESTS)
+        trials = WorldTrials(options.runs or Path(folder), QUICK if options.quick else WORLD, batch=BATCH, reading=REQUESTS)
         runs = _runs(trials, 2 if options.quick else options.seeds, SIZES[:2] if options.quick else SIZES)
         bayes = trials.bayes
     laws = {model: law(of) for model, of in runs.items()}
@@ -105,7 +105,7 @@ def _options() -> argparse.Namespace:
     return made.parse_args()
 
 
-def _runs(trials: Trials, seeds: int, sizes: Sequence[tuple[int, int]]) -> dict[str, list[Trial]]:
+def _runs(trials: WorldTrials, seeds: int, sizes: Sequence[tuple[int, int]]) -> dict[str, list[Trial]]:
     """Seed by seed and size by size, both models in turn: a stopped benchmark has comparable runs of both."""
     runs: dict[str, list[Trial]] = {model: [] for model in MODELS}
     for seed in range(seeds):

@@ -110,8 +110,7 @@ def test_the_quality_benchmark_puts_every_model_on_the_same_rows(tmp_path: Path)
 def test_the_quality_benchmark_ranks_the_lists_of_trivago(tmp_path: Path) -> None:
     if not (LOGS / "trivago").exists():
         pytest.skip(f"real logs are not at {LOGS}; set GEM_DATA to run this")
-    for path in (LOGS / "trivago").glob("*.parquet"):
-        pq.write_table(pq.read_table(path).slice(0, 12_000), tmp_path / path.name)  # sessions of a few hundred users
+    _few_sessions(tmp_path)
     ends = ["--train-end", "2018-11-07", "--valid-end", "2018-11-08T08:00", "--test-end", "2018-11-08T17:00Z"]
     options = ["--data", "trivago", "--source", str(tmp_path), *ends, "--models", "rate,lightgbm", "--keep", str(tmp_path / "kept")]
     result = _run("quality", tmp_path / "out.json", *options)
@@ -122,6 +121,24 @@ def test_the_quality_benchmark_ranks_the_lists_of_trivago(tmp_path: Path) -> Non
     rate, counters = (next(c for c in cells if c["surface"] == "all" and c["model"] == name) for name in ("rate", "lightgbm"))
     assert 0.1 < rate["mrr"] < counters["mrr"] < 1
     assert counters["ne"] < rate["ne"]
+
+
+def _few_sessions(folder: Path) -> None:
+    for path in (LOGS / "trivago").glob("*.parquet"):
+        pq.write_table(pq.read_table(path).slice(0, 12_000), folder / path.name)  # of a few hundred users
+
+
+@pytest.mark.timeout(300)
+def test_the_ablation_benchmark_takes_parts_away_on_a_real_log_too(tmp_path: Path) -> None:
+    if not (LOGS / "trivago").exists():
+        pytest.skip(f"real logs are not at {LOGS}; set GEM_DATA to run this")
+    _few_sessions(tmp_path)
+    options = ["--data", "trivago", "--source", str(tmp_path), "--variants", "sole,personalized events", "--runs", str(tmp_path / "runs")]
+    cells = _run("ablation", tmp_path / "out.json", *options)["cells"]
+    assert isinstance(cells, list)
+    assert [cell["variant"] for cell in cells] == ["bidirectional", "sole", "personalized events"]
+    assert len({tuple(cell["ne"]) for cell in cells}) == 3
+    assert all(cell["low"] <= cell["high"] and 0.3 < cell["ne"][0] < 1.5 for cell in cells)
 
 
 @pytest.mark.timeout(300)
