@@ -33,7 +33,7 @@ from feature_store.world import WorldConfig
 from model.gem.config import EventConfig, GemConfig
 from model.gem.encoder import KunlunLayer, StreamLayer
 from model.gem.encoder import Sequence as Events
-from model.gem.foundation import FoundationModel
+from model.gem.foundation import CandidateRead, FoundationModel
 from model.kernels.jagged_attention import jagged_attention
 from model.nn.jagged import Jagged
 from model.nn.norm import rms_norm
@@ -172,6 +172,14 @@ def pooled_by_attention(layout: Layout) -> FoundationModel:
     return model
 
 
+def nameless(layout: Layout) -> FoundationModel:
+    """Candidates do not compare ids with events: what a read prefers is what its projections have learned."""
+    model = configured(layout)
+    for read in _of(model, CandidateRead):
+        read.same_id = nn.Parameter(read.same_id[:, :0])
+    return model
+
+
 def full_attention(layout: Layout) -> FoundationModel:
     """One block of all the events that a request can have."""
     return configured(layout, block=sum(source.max_length for source in layout.spec.message.event_sources), radius=0)
@@ -250,13 +258,14 @@ VARIANTS: dict[str, Variant] = {
     "sole": Variant(sole, "+, most"),
     "PMA for HSP": Variant(pooled_by_attention, "+0.08 %"),
     "linear PFFN": Variant(partial(configured, pffn_activations=("identity",)), "+0.04 %", counted=True),
+    "ids not compared": Variant(nameless, "none: our own addition"),
     "full attention": Variant(full_attention, "≈ (0.02 %)", counted=True),
     "no CompSkip": Variant(partial(configured, schedule="full"), "≈ (0.02 %)", counted=True),
     "candidate context": Variant(partial(configured, pffn_context="candidate"), "none: our own choice", counted=True),
     "separate sequences": Variant(unmerged, "+0.02 %", counted=True),
     "personalized events": Variant(personalized, "none given; FLOPs −11 %", counted=True),
 }
-"""What the published ablations of Kunlun and InterFormer take away, and the one decision that is ours."""
+"""What the published ablations of Kunlun and InterFormer take away, and two decisions that are ours."""
 
 
 if __name__ == "__main__":

@@ -105,6 +105,8 @@ class GemConfig:
     fresh_summary: bool = True
     """Pool once more in the last layer, so that the heads read a current summary."""
     rotate_values: bool = False
+    same_id_score: float = 4.0
+    """By how much a candidate's read starts to prefer events that share an id with it; each head and column then learns its own."""
     id_dropout: float = 0.1
     """Share of ids replaced by unknown in training."""
     dropout: float = 0.0

@@ -37,6 +37,8 @@ class Sequence(NamedTuple):
     """[T, d_h/2] rotary temporal angles, as complex numbers of length 1."""
     source_T: Tensor
     """Source of every event."""
+    keys_TC: Tensor
+    """Ids of the columns that a candidate has too: what the candidate's read compares."""
     members: tuple[Member, ...]
     """Its sources, where each is summarized by itself; else none."""
 

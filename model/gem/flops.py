@@ -101,7 +101,7 @@ def flops_by_part(model: FoundationModel, batch: FeatureBatch) -> dict[str, int]
         parts = _layer(config, layer, tokens, seen, counts)
         flops |= {f"layer {layer}{PART}{name}": count for name, count in parts.items()}
         tokens = config.factor_tokens + config.linear_tokens
-    flops["candidate read"] = sum(_read(config, encoded, counts.candidates) for encoded in counts.streams)
+    flops["candidate read"] = sum(_read(model, encoded, counts.candidates) for encoded in counts.streams)
     flat = flat_width(config, tokens, model.streams)
     own, objectives = max(8, config.hidden // 4), len(model.shape.objectives)
     head = flat * config.hidden + objectives * config.hidden * own + objectives * own
@@ -119,7 +119,7 @@ def flops_by_stream(model: FoundationModel, batch: FeatureBatch) -> dict[str, in
         flops[encoded.stream.merge_group] = (
             sum(int(projected[source]) for source in encoded.stream.sources)
             + sum(sum(parts.values()) for parts in layers)
-            + _read(config, encoded, counts.candidates)
+            + _read(model, encoded, counts.candidates)
         )
     return flops
 
@@ -201,6 +201,7 @@ def _pooling(model: GemConfig, encoded: _Encoded) -> int:
     return encoded.stream.pooled * each + read
 
 
-def _read(model: GemConfig, encoded: _Encoded, candidates: int) -> int:
-    width = encoded.stream.config.width
-    return 2 * candidates * model.width * width + 4 * encoded.tokens * width**2 + 4 * encoded.read_pairs * width
+def _read(model: FoundationModel, encoded: _Encoded, candidates: int) -> int:
+    config, width = encoded.stream.config, encoded.stream.config.width
+    attention = 4 * encoded.read_pairs * width + 2 * encoded.read_pairs * config.heads * len(model.shape.shared)
+    return 2 * candidates * model.config.width * width + 4 * encoded.tokens * width**2 + attention

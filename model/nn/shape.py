@@ -73,6 +73,16 @@ class InputShape:
         return tuple(dict.fromkeys(source.merge_group for source in self.sources)) or (DEFAULT_GROUP,)
 
     @property
+    def shared(self) -> tuple[tuple[int, int], ...]:
+        """(Column of the ad, column of the event) of every pair that reads one table: equal keys name the same thing."""
+        return tuple(
+            (ad, event)
+            for ad, own in enumerate(self.ad_ids)
+            for event, other in enumerate(self.event_ids)
+            if own.table == other.table
+        )
+
+    @property
     def tables(self) -> dict[str, IdColumn]:
         """Embedding tables by name, each described by one of its columns."""
         return {column.table: column for column in (*self.user_ids, *self.ad_ids, *self.event_ids)}

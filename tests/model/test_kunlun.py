@@ -129,7 +129,7 @@ def test_sources_of_another_merge_group_are_a_stream_of_their_own(context: str) 
     assert model.shape.streams == ((0,), (1,))
     seen: list[int] = []
     for read in model.reads:
-        read.register_forward_hook(lambda module, given, made: seen.append(len(given[1].values_TD)))
+        read.register_forward_hook(lambda module, given, made: seen.append(len(given[2].values_TD)))
     out = model(Batch.from_numpy(batch)).logits_NK
     counts = np.bincount(batch.event_source)
     assert out.shape == (4, 3)

@@ -95,7 +95,9 @@ def test_analytic_flops_of_a_large_preset_are_what_torch_counts_without_memory(m
                 x, moved, h = layer(x, c.to("meta"), moved, h, request.to("meta"))
             counted[f"layer {index}"] = counter.get_total_flops()
         with counting() as counter:
-            CandidateRead(config)(a.mean(1), streams[0], request)
+            shared = model.shape.shared
+            keys = tensors.ad_ids[:, [ad for ad, _ in shared]]
+            CandidateRead(config, columns=len(shared))(a.mean(1), keys, streams[0], request)
         counted["candidate read"] = counter.get_total_flops()
         flat = (x.shape[1] + config.sequence_tokens + 1) * config.width
         with counting() as counter:
