@@ -101,8 +101,11 @@ def _namesakes(query_RQC: Tensor, names: Names, layout: Jagged) -> list[Tensor]:
     scores = []
     for key_rLC, bucket in zip(pad(names.key_TC, layout), layout.buckets, strict=True):
         query_rCQ = query_RQC.index_select(0, bucket.rows).transpose(1, 2)
-        same = (query_rCQ[..., None] == key_rLC.transpose(1, 2)[:, :, None]) & (query_rCQ != names.none)[..., None]
-        scores.append((names.score_HC @ same.to(names.score_HC.dtype).flatten(2)).unflatten(2, same.shape[2:]))
+        pairs, nameless = (*query_rCQ.shape, key_rLC.shape[1]), query_rCQ == names.none
+        same = torch.eq(query_rCQ[..., None], key_rLC.transpose(1, 2)[:, :, None], out=names.score_HC.new_empty(pairs))
+        if nameless.any():
+            same.masked_fill_(nameless[..., None], 0)
+        scores.append((names.score_HC @ same.flatten(2)).unflatten(2, pairs[2:]))
     return scores
 
 
