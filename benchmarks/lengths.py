@@ -100,6 +100,8 @@ class Law:
     """Events: the shortest length."""
     error: float
     """Root mean square of what the law misses the cells' means by."""
+    resolved: bool
+    """Of β: it lies within those that are tried. Where NE does not fall in length as a power, it is one of their ends."""
 
     def __call__(self, c: Floats, t: Floats) -> Floats:
         """NE [n] at compute and length."""
@@ -276,7 +278,7 @@ def law(cells: Sequence[Cell], *, draws: int = DRAWS) -> Law:
     low, high = np.percentile(drawn, [2.5, 97.5])
     return Law(
         level=level, a=a, b=b, beta=float(_EXPONENTS[best[0]]), c=c_own, low=float(low), high=float(high),
-        c_0=c_0, t_0=t_0, error=float(missed[best[0], 0]),
+        c_0=c_0, t_0=t_0, error=float(missed[best[0], 0]), resolved=bool(0 < best[0] < len(_EXPONENTS) - 1),
     )  # fmt: skip
 
 
@@ -305,7 +307,7 @@ def _draw(cells: Sequence[Cell], fit: Law, facts: Mapping[str, float], path: Pat
     axes.set(
         xscale="log", xlabel="events of a history", ylabel="NE of clicks",
         title=f"NE over length, generated world (Bayes {facts['bayes']:.3f}, surface rates {facts['surface']:.3f})\n"
-        f"dotted: the law, β = {fit.beta:.2f}, c = {fit.c:+.5f} ({fit.low:+.5f} … {fit.high:+.5f})",
+        f"dotted: the law, β {'=' if fit.resolved else 'not resolved:'} {fit.beta:.2f}, c = {fit.c:+.5f} ({fit.low:+.5f} … {fit.high:+.5f})",
     )  # fmt: skip
     axes.title.set_fontsize(10)
     axes.set_xticks([cell.length for cell in own], [f"{cell.length:,}" for cell in own])
@@ -329,13 +331,15 @@ def _finish(
         ]
         for cell in cells
     ]  # fmt: skip
-    rows += [[f"c, C: {name}", None, None, fit.c, (fit.high - fit.low) / 2, None, None] for name, fit in laws.items()]
+    for name, fit in laws.items():
+        rows.append([f"c, C: {name}", None, None, fit.c, (fit.high - fit.low) / 2, None, None])
+        rows.append([f"β{'' if fit.resolved else ' (not resolved)'}, C: {name}", None, None, fit.beta, None, None, None])
     result = {
         "benchmark": "length scaling on a generated world", "cells": [asdict(cell) for cell in cells], "facts": facts,
         "laws": {name: asdict(fit) for name, fit in laws.items()}, "reinforcing": "c < 0: larger models gain more from length",
         "plan": asdict(plan), "quick": options.quick,
     }  # fmt: skip
-    columns = ["size", "events", "training FLOPs", "NE, or c", "±", "recovered", "examples a second"]
+    columns = ["size", "events", "training FLOPs", "NE, c or β", "±", "recovered", "examples a second"]
     finish(result, out=options.json, columns=columns, rows=rows)
 
 

@@ -291,6 +291,7 @@ def test_the_joint_law_of_length_and_compute_is_found(c: float) -> None:
     found = law_of_lengths(cells)
     assert found.c == pytest.approx(c, abs=4e-4)
     assert found.low < found.c < found.high < found.low + 1.5e-3
+    assert found.resolved
     assert (found.a, found.b, found.beta) == pytest.approx((-0.01, 0.05, 0.6), abs=0.01, rel=0.25)
     means = np.array([np.mean(cell.ne) for cell in cells])
     at = found(np.array([cell.compute for cell in cells]), np.array([float(cell.length) for cell in cells]))
