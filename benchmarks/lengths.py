@@ -75,7 +75,7 @@ FULL = Plan(
     ),
     lengths=(50, 200, 800, 4000), sizes=((16, 2), (24, 2), (48, 2)), train=2400, test=400, batch=8,
 )  # fmt: skip
-"""Of few dimensions and ads, as models of this size find out within these rows what a history says: of 32 dimensions, they did not."""
+"""Of few dimensions and ads, so that models of this size find out within these rows what a history says."""
 QUICK = Plan(
     world=WorldConfig(users=24, ads=40, days=3, requests_per_user=20, dim=4, intent_half_life_days=30),
     lengths=(8, 16, 32, 64), sizes=((8, 2), (16, 2)), train=64, test=48, batch=16,
