@@ -5,8 +5,8 @@
 Knows the sizes and the law NE = NE_0 − η·log10(C/C_0). Does not know training. Runs lie in DIR: the same command goes on where
 it was stopped, and only fits and draws once all are there. The world's functional form is ours.
 
-A size can only tell where there are rows enough to fill it: with a quarter of these users, and a step for every 128 rows, models
-of width 16 and 64 were equal. Requests are whole, as they are trained on in production: the ads shown share one history.
+A size can only tell where there are rows enough to fill it: with a quarter of these users widths 16 and 32 had been level, so
+there are as many as this. Requests are whole, as they are trained on in production: the ads shown share one history.
 """
 
 from __future__ import annotations

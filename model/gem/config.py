@@ -5,6 +5,7 @@ Knows what fits together. Does not know data, nor which streams it has.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -125,6 +126,8 @@ class GemConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.id_dropout < 1 or not 0 <= self.dropout < 1 or self.radius < 0:
             raise ValueError("id_dropout and dropout must lie in [0, 1), radius must not be negative")
+        if not math.isfinite(self.same_id_score):
+            raise ValueError(f"same_id_score is {self.same_id_score}; it must be finite, and is 0 to start without preference")
         per_head(self.pffn_activations, self.heads)
         self._check_events()
 

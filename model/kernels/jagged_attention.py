@@ -40,7 +40,7 @@ def jagged_attention(
         bias = None if bias_TH is None else bias_TH.float().contiguous()
         out: Tensor = torch.ops.gem.jagged_attention(*alike(q_RQHd, k_THd, v_THd), layout.offsets, bias)[0]
         return out
-    biases = [None] * len(layout.buckets) if bias_TH is None else pad(bias_TH.to(q_RQHd.dtype), layout)
+    biases = [None] * len(layout.buckets) if bias_TH is None else pad(bias_TH, layout)
     return _by_buckets(q_RQHd, k_THd, v_THd, layout, [None if bias is None else bias.transpose(1, 2)[:, :, None] for bias in biases])
 
 
@@ -55,7 +55,7 @@ def _by_buckets(q_RQHd: Tensor, k_THd: Tensor, v_THd: Tensor, layout: Jagged, bi
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = bucket.valid[:, None, None, :] if rows > 1 else None  # a sequence alone fills its bucket
         if bias is not None:
-            bias = bias.contiguous()  # the product reads it anew for every query
+            bias = bias.to(q.dtype).contiguous()  # the product reads it anew for every query
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         reads.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
     order = torch.cat([bucket.rows for bucket in layout.buckets])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -44,6 +45,16 @@ def test_candidates_read_as_one_at_a_time_would_values_and_gradients(lengths: li
     assert_equal(fast, plain, q, k, v, *([score] if named else []))
 
 
+def test_scores_of_namesakes_are_kept_in_float32_beside_half_precision() -> None:
+    keys, request = layout_of([5, 64]), torch.tensor([0, 1, 1])
+    q, k, v = (double(n, H, D, seed=n).bfloat16() for n in (3, 69, 70))
+    names = Names(called(3, 1), called(69, 2), ABSENT, double(H, C).float())
+    fast = candidate_attention(q, k, v[:69], keys, request, names)
+    plain = candidate_attention_reference(q.float(), k.float(), v[:69].float(), keys, request, names)
+    assert fast.dtype == torch.bfloat16
+    torch.testing.assert_close(fast.float(), plain, rtol=2e-2, atol=2e-2)
+
+
 def test_what_has_no_id_is_nobodys_namesake() -> None:
     keys, request = layout_of([4]), torch.tensor([0])
     q, k, v = (double(n, H, D, seed=n) for n in (1, 4, 4))
@@ -81,3 +92,9 @@ def test_an_untrained_model_minds_the_mark_of_an_event_more_if_its_ad_is_the_can
         return float((seen[-1] - seen[-2]).norm())
 
     assert moved(11) > 3 * max(moved(10), moved(12))
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_score_that_is_no_number_is_refused(score: float) -> None:
+    with pytest.raises(ValueError, match="same_id_score is .*; it must be finite"):
+        dataclasses.replace(tiny(), same_id_score=score)

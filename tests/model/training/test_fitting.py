@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import socket
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -27,20 +25,8 @@ from model.training.optimizers import OptimizerConfig
 from model.training.parallel import Processes
 from model.training.quarantine import Quarantine
 from model.training.state import BatchOrder, dealt
+from tests.model.training import small
 
-
-def _load(name: str) -> ModuleType:
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"training_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-small = _load("small")
 OPTIMIZER = OptimizerConfig(dense_rate=0.01, table_rate=0.1, warmup_steps=2)
 
 

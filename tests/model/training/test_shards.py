@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,20 +19,7 @@ from model.training.experts import join_experts, shard_experts
 from model.training.parallel import Processes
 from model.training.shards import WHOLE
 from model.training.tables import distinct, join_tables, shard_tables
-
-
-def _load(name: str) -> ModuleType:
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"training_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-sharded = _load("sharded")
+from tests.model.training import sharded
 
 
 def every(by_world: dict[int, list[tuple[object, ...]]]) -> pytest.MarkDecorator:
