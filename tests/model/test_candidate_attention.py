@@ -96,5 +96,5 @@ def test_an_untrained_model_minds_the_mark_of_an_event_more_if_its_ad_is_the_can
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
 def test_a_score_that_is_no_number_is_refused(score: float) -> None:
-    with pytest.raises(ValueError, match="same_id_score is .*; it must be finite"):
+    with pytest.raises(ValueError, match=r"same_id_score is .*; it must be finite"):
         dataclasses.replace(tiny(), same_id_score=score)
